@@ -1,0 +1,8 @@
+"""The one exception for input that a user can correct."""
+
+
+class UserError(ValueError):
+    """Bad flag, file, row or function of the user's: one line that says what is wrong, where and what to do.
+
+    The command line prints the message without a traceback and exits with 2, from every rank.
+    """
