@@ -1,0 +1,261 @@
+"""Every flag of `cli/train_ppo.py`: field name = flag name, its type, default and, below it, its help.
+
+One frozen dataclass per reader, so that a component is handed its own section and nothing else. Checks of one flag
+against another are in checks.py; this file only declares.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from spmdrl.config.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Model and tokenizer."""
+
+    pretrain: str | None = None
+    """Policy to start from: a Hugging Face directory or hub name. The reference model is a frozen copy of it."""
+    bf16: bool | None = None
+    """Train and score in bfloat16. Left out: bfloat16 where the device computes in it, otherwise fp32."""
+    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
+    """Attention kernel; auto takes flash_attention_2 where installed, otherwise sdpa."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    gradient_checkpointing_use_reentrant: bool = False
+    """Use torch's older reentrant checkpointing."""
+    trust_remote_code: bool = False
+    """Run model code that a checkpoint brings along."""
+    disable_fast_tokenizer: bool = False
+    """Use the slow (Python) tokenizer."""
+    tokenizer_chat_template: str | None = None
+    """Chat template (Jinja text, or a file with it) that replaces the tokenizer's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptDataConfig:
+    """Prompts."""
+
+    prompt_data: str | None = None
+    """Prompts: .jsonl, .json, .parquet, .csv, a save_to_disk directory or a hub name; several separated by commas."""
+    prompt_data_probs: str = "1.0"
+    """Sampling probability of each source of --prompt_data, separated by commas."""
+    prompt_split: str = "train"
+    """Split to read where a source has several."""
+    input_key: str = "input"
+    """Column with the prompt: text, a list of messages, or that list as JSON."""
+    label_key: str | None = None
+    """Column handed to the reward function as labels, unchanged."""
+    input_template: str | None = None
+    """Text around each prompt, with {} where the prompt goes, such as 'User: {} Assistant: '."""
+    apply_chat_template: bool = False
+    """Render prompts with the tokenizer's chat template."""
+    prompt_max_len: int = 1024
+    """Prompts of more tokens than this are left out and counted."""
+    max_samples: int = 1_000_000
+    """Use at most this many prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Rollout: sampling responses."""
+
+    engine: Literal["auto", "vllm", "hf"] = "auto"
+    """What samples: vLLM inside this process or Hugging Face generate; auto takes vLLM where installed."""
+    rollout_batch_size: int = 512
+    """Prompts of one step, over all ranks."""
+    n_samples_per_prompt: int = 1
+    """Responses sampled for each prompt; they form the group of the group estimators."""
+    micro_rollout_batch_size: int = 8
+    """Samples of one scoring forward (log-probs, reference), per rank."""
+    generate_max_len: int = 1024
+    """Most tokens of one response; longer ones are cut and counted as truncated."""
+    generate_min_len: int = 1
+    """Fewest tokens of one response."""
+    max_len: int | None = None
+    """Most tokens of prompt and response together; left out: --prompt_max_len + --generate_max_len."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's log-probs use the same one."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this much probability; below 1 biases the policy ratio."""
+    top_k: int = -1
+    """Sample from the k most likely tokens; -1 is all of them."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, such as --stop '</answer>' 'User:'."""
+    vllm_tensor_parallel_size: int = 1
+    """Ranks that share one vLLM engine."""
+    vllm_gpu_memory_utilization: float = 0.9
+    """Share of the device's memory that vLLM may take while it is awake."""
+    vllm_kv_cache_gb: int | None = None
+    """KV cache of each engine in GiB on machines without a GPU (vLLM's VLLM_CPU_KVCACHE_SPACE)."""
+    vllm_enable_sleep: bool = False
+    """Put the engine to sleep while training, so that its memory is free."""
+    enable_prefix_caching: bool = False
+    """Let vLLM share the KV cache of equal prompt beginnings; reset after each weight sync."""
+    enforce_eager: bool = False
+    """Run vLLM without CUDA graphs: faster start, slower sampling."""
+    sync_bucket_mb: int = 512
+    """Weights go to the engine in buckets of at most this many MiB."""
+    verify_weight_sync: bool = False
+    """After each sync compare the engine's log-probs with the trainer's on a probe, and stop if they disagree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgoConfig:
+    """Algorithm: advantages, loss, KL."""
+
+    advantage_estimator: Annotated[str, Registry("advantages.py", "ESTIMATORS")] = "gae"
+    """How advantages are estimated."""
+    gamma: float = 1.0
+    """Discount of later token rewards."""
+    lambd: float = 0.95
+    """GAE's lambda: 1 is low bias, less is low variance."""
+    no_advantage_std_norm: bool = False
+    """Centre whitened advantages without dividing by their standard deviation."""
+    policy_loss: Annotated[str, Registry("losses.py", "POLICY_LOSSES")] = "ppo"
+    """Policy loss."""
+    loss_aggregation: Annotated[str, Registry("losses.py", "AGGREGATIONS")] = "token-mean"
+    """How token losses become one number, by counts of the whole optimizer step."""
+    eps_clip: float = 0.2
+    """The policy ratio is clipped to 1 - eps_clip .. 1 + eps_clip."""
+    eps_clip_low_high: tuple[float, float] | None = None
+    """Different clip widths below and above 1 (clip-higher), such as 0.2 0.28; replaces --eps_clip."""
+    dual_clip: float | None = None
+    """Bound on the ratio where the advantage is negative (dual clip), more than 1."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; at 0 entropy is logged only."""
+    init_kl_coef: float = 0.01
+    """Weight of the KL to the reference model; at 0 there is no reference model."""
+    kl_estimator: Annotated[str, Registry("kl.py", "KL_ESTIMATORS")] = "k1"
+    """Estimator of the KL."""
+    use_kl_loss: bool = False
+    """Put the KL in the loss instead of in the reward."""
+    kl_target: float | None = None
+    """Adapt the KL weight so that the KL stays near this value."""
+    kl_horizon: int = 10_000
+    """Samples over which --kl_target adapts the KL weight."""
+    old_log_probs: Literal["trainer", "engine"] = "trainer"
+    """Where the behaviour policy's log-probs come from: the trainer's own forward, or the engine's samples."""
+    rollout_correction: Annotated[str, Registry("corrections.py", "CORRECTIONS", extra=("auto",))] = "auto"
+    """Weights against engine and trainer disagreeing; auto is tis with vLLM and none with hf."""
+    reward_clip_range: tuple[float, float] = (-10.0, 10.0)
+    """Rewards are clipped to this range before the KL enters."""
+    mask_truncated: bool = False
+    """Leave truncated samples out of the loss."""
+    overlong_buffer_len: int | None = None
+    """DAPO's penalty for long responses starts this many tokens before --generate_max_len."""
+    overlong_penalty_factor: float = 1.0
+    """Largest overlong penalty."""
+    stop_properly_penalty_coef: float | None = None
+    """Multiply the reward of truncated samples by this."""
+    dynamic_filtering: bool = False
+    """Drop groups whose mean reward is not inside --dynamic_filtering_range and draw more prompts in their place."""
+    dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
+    """Open range of group mean rewards that --dynamic_filtering keeps."""
+    dynamic_filtering_max_draws: int = 10
+    """Rollouts that --dynamic_filtering may draw for one step before it gives up with a message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Reward; exactly one of the two."""
+
+    remote_rm_url: str | None = None
+    """A Python file that defines reward_func(queries, prompts, labels, **columns)."""
+    reward_func: str | None = None
+    """The same with the function's name: path.py:name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimisation."""
+
+    train_batch_size: int = 128
+    """Samples of one optimizer step, over all ranks."""
+    micro_train_batch_size: int = 4
+    """Samples of one forward and backward, per rank."""
+    max_epochs: int = 1
+    """Passes over the samples of one rollout."""
+    num_episodes: int = 1
+    """Passes over the prompts."""
+    actor_learning_rate: float = 1e-6
+    """Peak learning rate of the policy."""
+    lr_scheduler: str = "cosine_with_min_lr"
+    """Learning-rate schedule, by its name in transformers."""
+    lr_warmup_ratio: float = 0.03
+    """Share of all optimizer steps over which the learning rate rises."""
+    min_lr_ratio: float = 0.1
+    """Where cosine_with_min_lr ends, as a share of the peak."""
+    max_norm: float = 1.0
+    """Gradients are clipped to this norm."""
+    l2: float = 0.0
+    """Weight decay."""
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's two decay rates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfig:
+    """DeepSpeed."""
+
+    local_rank: int = -1
+    """Set by the deepspeed launcher."""
+    zero_stage: int = 2
+    """0 replicates, 1 shards optimizer states, 2 gradients too, 3 weights too."""
+    adam_offload: bool = False
+    """Keep optimizer states and their update in host memory."""
+    zpg: int = 1
+    """ZeRO++ secondary weight partition: ranks that share one (usually those of a node); 1 is off."""
+    overlap_comm: bool = False
+    """Overlap gradient reduction with the backward pass."""
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Number format in which gradients are accumulated; left out: DeepSpeed's choice."""
+    ref_reward_offload: bool = False
+    """Keep the reference model in host memory while it is not scoring."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Logging."""
+
+    logging_steps: int = 1
+    """Log every this many steps."""
+    use_wandb: str | None = field(default=None, repr=False)
+    """Log to Weights & Biases: an API key, or True where one is configured. Never saved."""
+    wandb_org: str | None = None
+    """W&B entity."""
+    wandb_group: str | None = None
+    """W&B group."""
+    wandb_project: str = "spmdrl_train_ppo"
+    """W&B project."""
+    wandb_run_name: str | None = None
+    """W&B run name; left out: ppo_ and the date."""
+    use_tensorboard: str | None = None
+    """Directory for TensorBoard logs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Output."""
+
+    save_path: str = "./ckpt"
+    """Directory for the trained model, metrics, samples and the resolved config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig:
+    """Train a causal LM with reinforcement learning; started by python, torchrun, deepspeed or srun."""
+
+    model: ModelConfig = ModelConfig()
+    data: PromptDataConfig = PromptDataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algo: AlgoConfig = AlgoConfig()
+    reward: RewardConfig = RewardConfig()
+    optim: OptimConfig = OptimConfig()
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    seed: int = 42
+    """Seed of data order, sampling and dropout."""
+    full_determinism: bool = False
+    """Ask torch for deterministic kernels, slower."""
