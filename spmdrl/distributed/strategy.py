@@ -1,0 +1,180 @@
+"""DeepSpeed: engines from models, one optimizer step from many micro-batches, memory handed over between phases."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from spmdrl.config import DeepSpeedConfig, OptimConfig
+from spmdrl.distributed import comm
+from spmdrl.errors import UserError
+
+
+class Strategy:
+    """Everything between a plain torch model and its ZeRO-sharded training."""
+
+    def __init__(self, config: DeepSpeedConfig, optim: OptimConfig, *, dtype: torch.dtype):
+        self.config, self.optim, self.dtype = config, optim, dtype
+
+    # ---- construction -------------------------------------------------------------------------------------------
+    def loading(self) -> Any:
+        """Context in which `from_pretrained` shards weights as it reads them, under ZeRO-3."""
+        if self.config.zero_stage < 3:
+            return nullcontext()
+        from transformers.integrations import HfDeepSpeedConfig
+
+        return _alive(HfDeepSpeedConfig(self._ds_config(trainable=False)))
+
+    def trainable(self, model: nn.Module, *, learning_rate: float, total_steps: int) -> Any:
+        """A DeepSpeed engine that trains `model` over `total_steps` optimizer steps."""
+        from transformers import get_scheduler
+
+        optimizer = self._optimizer(model, learning_rate)
+        extra = {"min_lr_rate": self.optim.min_lr_ratio} if "with_min_lr" in self.optim.lr_scheduler else {}
+        scheduler = get_scheduler(
+            self.optim.lr_scheduler,
+            optimizer,
+            num_warmup_steps=math.ceil(total_steps * self.optim.lr_warmup_ratio),
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=extra,
+        )
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=scheduler, config=self._ds_config(trainable=True)
+        )
+        engine.train()
+        return engine
+
+    def frozen(self, model: nn.Module) -> nn.Module:
+        """`model` for inference only: sharded under ZeRO-3, otherwise whole on this rank's device."""
+        model.requires_grad_(False)
+        model.eval()
+        if self.config.zero_stage < 3:
+            return model.to("cpu" if self.config.ref_reward_offload else comm.device())
+        engine, *_ = deepspeed.initialize(model=model, config=self._ds_config(trainable=False))
+        engine.eval()
+        return engine
+
+    def _optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+        no_decay = [p for p in model.parameters() if _ndim(p) < 2]
+        decay = [p for p in model.parameters() if _ndim(p) >= 2]
+        groups = [{"params": decay, "weight_decay": self.optim.l2}, {"params": no_decay, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        kwargs: dict[str, Any] = {"lr": learning_rate, "betas": self.optim.adam_betas}
+        if self.config.adam_offload:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            return DeepSpeedCPUAdam(groups, adamw_mode=True, **kwargs)
+        return torch.optim.AdamW(groups, fused=torch.cuda.is_available(), **kwargs)
+
+    def _ds_config(self, *, trainable: bool) -> dict[str, Any]:
+        stage = self.config.zero_stage if trainable else 3
+        zero: dict[str, Any] = {"stage": stage, "overlap_comm": self.config.overlap_comm}
+        if stage == 3:
+            zero |= {
+                "stage3_param_persistence_threshold": 10_000,
+                "stage3_prefetch_bucket_size": 50_000_000,
+                "zero_hpz_partition_size": self.config.zpg,
+            }
+        if trainable and self.config.adam_offload:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        if not trainable and self.config.ref_reward_offload:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            # step() closes an optimizer step of any number of micro-batches; nothing is divided by their number.
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": self.dtype == torch.bfloat16},
+            "steps_per_print": 10**9,
+        }
+        if trainable:
+            config["gradient_clipping"] = self.optim.max_norm
+            if self.config.grad_accum_dtype:
+                config["data_types"] = {"grad_accum_dtype": self.config.grad_accum_dtype}
+        return config
+
+    # ---- training -----------------------------------------------------------------------------------------------
+    def backward(self, engine: Any, loss: Tensor) -> None:
+        """Accumulate the gradient of `loss`, this rank's share of a sum over all ranks.
+
+        DeepSpeed averages gradients over ranks; the factor here, its only one, makes that a sum.
+        """
+        engine.backward(loss * comm.world_size())
+
+    def step(self, engine: Any) -> float:
+        """Clip, update weights and learning rate; return the gradient norm before clipping."""
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        return float(norm) if norm is not None else float("nan")
+
+    # ---- memory phases --------------------------------------------------------------------------------------------
+    @contextmanager
+    def optimizer_offloaded(self, engine: Any, enabled: bool) -> Iterator[None]:
+        """Optimizer states and gradients in host memory while the device belongs to the engine that samples."""
+        movable = (
+            enabled and comm.device().type == "cuda" and self.config.zero_stage == 3 and not self.config.adam_offload
+        )
+        if movable:
+            engine.offload_states(include=_training_states())
+            torch.cuda.empty_cache()
+        try:
+            yield
+        finally:
+            if movable:
+                engine.reload_states()
+
+    @contextmanager
+    def on_device(self, model: nn.Module) -> Iterator[nn.Module]:
+        """`model` on the device for the time of the block, if it rests in host memory."""
+        rests_on_host = self.config.ref_reward_offload and self.config.zero_stage < 3 and comm.device().type != "cpu"
+        if rests_on_host:
+            model.to(comm.device())
+        try:
+            yield model
+        finally:
+            if rests_on_host:
+                model.to("cpu")
+                torch.cuda.empty_cache()
+
+
+def _training_states() -> list[Any]:
+    """What a ZeRO-3 engine does not need while its weights are read."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+    return [State.optim_states, State.hp_params, State.lp_grads, State.contiguous_grad_buffer]
+
+
+def _ndim(param: nn.Parameter) -> int:
+    return len(getattr(param, "ds_shape", param.shape))
+
+
+@contextmanager
+def _alive(value: Any) -> Iterator[Any]:
+    """Keep `value` referenced for the time of the block (transformers holds the config by a weak reference)."""
+    yield value
+
+
+def unwrap(engine: Any) -> nn.Module:
+    """The module inside a DeepSpeed engine, or the module itself."""
+    return engine.module if hasattr(engine, "module") and hasattr(engine, "backward") else engine
+
+
+def compute_dtype(bf16: bool | None) -> torch.dtype:
+    """bf16 where the device computes in it natively, else fp32; `bf16` overrides."""
+    if bf16 is None:
+        bf16 = _device_has_bf16()
+    elif bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise UserError("--bf16: this GPU has no bfloat16; leave the flag out to train in fp32")
+    return torch.bfloat16 if bf16 else torch.float32
+
+
+def _device_has_bf16() -> bool:
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

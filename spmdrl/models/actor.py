@@ -1,0 +1,129 @@
+"""The policy: tokens in, log-probs of the sampled tokens out, without ever holding (B, S, V) logits."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Rows of hidden states that meet the LM head at a time: 512 rows of a 150k vocabulary are 300 MB in fp32.
+HEAD_CHUNK = 512
+
+
+class _ChunkedLogProbs(torch.autograd.Function):
+    """log softmax(h W^T / temperature) at the labels, and its entropy, a chunk of rows at a time in both directions.
+
+    The backward recomputes each chunk's logits: d log p_y / d z = onehot(y) - p and dH / d z = -p (log p + H), so
+    nothing of size (N, V) outlives a chunk. Probabilities are fp32 whatever the dtype of h and W.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, temperature, with_entropy):
+        log_probs, entropy = [], []
+        for h, y in zip(hidden.split(HEAD_CHUNK), labels.split(HEAD_CHUNK), strict=True):
+            log_p = _log_softmax(h, weight, bias, temperature)
+            log_probs.append(log_p.gather(-1, y[:, None])[:, 0])
+            if with_entropy:
+                entropy.append(_entropy(log_p))
+        log_probs = torch.cat(log_probs)
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.temperature, ctx.with_entropy = temperature, with_entropy
+        return log_probs, torch.cat(entropy) if with_entropy else torch.zeros_like(log_probs)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        grad_log_probs, grad_entropy = grad_outputs
+        hidden, weight, bias, labels = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        use_entropy = ctx.with_entropy and bool(grad_entropy.any())
+        for start in range(0, len(hidden), HEAD_CHUNK):
+            rows = slice(start, start + HEAD_CHUNK)
+            log_p = _log_softmax(hidden[rows], weight, bias, ctx.temperature).clamp(min=-1e30)
+            p = log_p.exp()
+            grad = p * -grad_log_probs[rows, None]
+            grad.scatter_add_(-1, labels[rows, None], grad_log_probs[rows, None].to(grad.dtype))
+            if use_entropy:
+                grad -= grad_entropy[rows, None] * p * (log_p + _entropy(log_p)[:, None])
+            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad_hidden[rows] = grad @ weight
+            if hidden.dtype == torch.float32:
+                grad_weight.addmm_(grad.t(), hidden[rows])
+            else:
+                grad_weight += grad.t() @ hidden[rows]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """(N, H) -> (N, V) fp32 (fp64 for fp64 input)."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1)
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    """(N, V) -> (N,) nats; a token of probability 0 adds nothing."""
+    return -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1)
+
+
+class LogProbHead(nn.Module):
+    """The LM head of a causal LM with the same parameters under the same names, and `log_probs` done in chunks.
+
+    A module of its own, and not a function over its weight, because ZeRO-3 gathers a module's parameters around
+    its forward and backward: here once for all chunks.
+    """
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        assert isinstance(head, nn.Linear), f"the LM head is a {type(head).__name__}, not a Linear layer"
+        self.weight, self.bias = head.weight, head.bias
+        self.in_features, self.out_features = head.in_features, head.out_features
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor | None = None, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> Any:
+        """Logits (..., V) without labels; with labels (N,) and hidden (N, H) their log-probs and entropies, each (N,)."""
+        if labels is None:
+            return F.linear(hidden, self.weight, self.bias)
+        return _ChunkedLogProbs.apply(hidden, self.weight, self.bias, labels, temperature, with_entropy)
+
+
+class Actor(nn.Module):
+    """A Hugging Face causal LM as a policy.
+
+    Sequences are right-padded and attention is causal, so a real token never sees padding: no attention mask is
+    passed, which keeps the fast attention kernels and makes the pad token's id irrelevant.
+    """
+
+    def __init__(self, model: Any, *, temperature: float = 1.0):
+        super().__init__()
+        if not isinstance(model.get_output_embeddings(), LogProbHead):
+            model.set_output_embeddings(LogProbHead(model.get_output_embeddings()))
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, sequences: Tensor, action_mask: Tensor, *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the sampled tokens, both (B, A) fp32 and 0 off the mask.
+
+        sequences: (B, S) int64, right-padded. action_mask: (B, A) bool with A = S - 1, True where
+        `sequences[:, 1:]` was sampled. The log-prob is that of the distribution that was sampled from:
+        log softmax(logits / temperature). Only action positions reach the LM head.
+        """
+        hidden = self.model.get_decoder()(input_ids=sequences, use_cache=False).last_hidden_state
+        labels = sequences[:, 1:][action_mask]
+        head = self.model.get_output_embeddings()
+        scale = getattr(self.model.config, "logits_scaling", None)  # Granite divides its logits by a constant
+        temperature = self.temperature * (scale if scale else 1.0)
+        picked, entropy = head(hidden[:, :-1][action_mask], labels, temperature=temperature, with_entropy=with_entropy)
+        out = picked.new_zeros(action_mask.shape)
+        return out.masked_scatter(action_mask, picked), out.masked_scatter(action_mask, entropy)

@@ -1,0 +1,60 @@
+"""Prompts in, samples out."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spmdrl.data.prompts import Prompt
+from spmdrl.experience import Sample, make_sample
+from spmdrl.rollout.engine import Completion, Request, RolloutEngine, SamplingOptions, sampling_seed
+
+PROBE_TOKENS = 8
+
+
+class Collector:
+    """Samples `n_samples_per_prompt` responses to each prompt, reproducibly on any number of ranks."""
+
+    def __init__(self, engine: RolloutEngine, options: SamplingOptions, *, n_samples_per_prompt: int, seed: int):
+        self.engine, self.options = engine, options
+        self.n, self.seed = n_samples_per_prompt, seed
+
+    def collect(self, prompts: Sequence[Prompt], group_ids: Sequence[int], step: int) -> list[Sample]:
+        """This rank's samples, in the order of `prompts`; one call of the engine. All ranks call it together."""
+        return self._sample(prompts, group_ids, step=step, n=self.n, options=self.options)
+
+    def collect_greedy(self, prompts: Sequence[Prompt], group_ids: Sequence[int]) -> list[Sample]:
+        """The most likely response to each prompt, the baseline of remax."""
+        return self._sample(prompts, group_ids, step=0, n=1, options=replace(self.options, temperature=0.0))
+
+    def collect_probe(self, prompts: Sequence[Prompt]) -> list[Sample]:
+        """A short response to each prompt, the same at every step, for comparing log-probs."""
+        options = replace(
+            self.options, max_new_tokens=min(PROBE_TOKENS, self.options.max_new_tokens), min_new_tokens=1, stop=()
+        )
+        return self._sample(prompts, range(len(prompts)), step=0, n=1, options=options)
+
+    def _sample(
+        self, prompts: Sequence[Prompt], group_ids: Sequence[int], *, step: int, n: int, options: SamplingOptions
+    ) -> list[Sample]:
+        requests = [
+            Request(prompt.prompt_ids, sampling_seed(self.seed, step, group_id, index))
+            for prompt, group_id in zip(prompts, group_ids, strict=True)
+            for index in range(n)
+        ]
+        completions = self.engine.generate(requests, options)
+        assert len(completions) == len(requests), f"{len(completions)} completions of {len(requests)} requests"
+        return [
+            to_sample(prompts[i // n], completion, group_id=group_ids[i // n], index=i % n)
+            for i, completion in enumerate(completions)
+        ]
+
+
+def to_sample(prompt: Prompt, completion: Completion, *, group_id: int, index: int) -> Sample:
+    return make_sample(
+        prompt.prompt_ids,
+        completion.token_ids,
+        completion.log_probs,
+        finish_reason=completion.finish_reason,
+        group_id=group_id,
+        index=index,
+        row=prompt.row,
+    )

@@ -1,0 +1,143 @@
+"""Sampling with Hugging Face generate on a replica of the policy that this rank owns whole."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteriaList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from spmdrl.distributed.weight_sync import copy_into
+from spmdrl.models.loading import eos_token_ids
+from spmdrl.rollout.engine import Completion, Request, SamplingOptions
+
+
+class HFEngine:
+    """A replica of the policy, so that no token of a response waits for another rank.
+
+    Generating from ZeRO-3 shards would gather every layer for every token and keep all ranks in one loop; a replica
+    is filled once a step, and ranks may then have responses of any number and length. A batch holds samples of one
+    prompt only: there is no padding and the same seed draws the same tokens on any number of ranks.
+    """
+
+    name = "hf"
+    own_forward = True
+
+    def __init__(self, model: Any, tokenizer: Any, *, device: torch.device, batch_size: int):
+        self.model = model.to(device).eval().requires_grad_(False)
+        self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
+        self.eos_ids = eos_token_ids(model, tokenizer)
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[Completion]:
+        completions: list[Completion] = []
+        start = 0
+        while start < len(requests):
+            end = start + 1
+            while (
+                end < len(requests)
+                and end - start < self.batch_size
+                and requests[end].prompt_ids == requests[start].prompt_ids
+            ):
+                end += 1
+            completions += self._generate_batch(requests[start:end], options)
+            start = end
+        return completions
+
+    def _generate_batch(self, batch: Sequence[Request], options: SamplingOptions) -> list[Completion]:
+        prompt = torch.tensor([list(r.prompt_ids) for r in batch], device=self.device)
+        greedy = options.temperature == 0
+        sampler = _SeededSampler([r.seed for r in batch], self.device, greedy=greedy)
+        criteria = StoppingCriteriaList()
+        if options.stop:
+            criteria.append(StopStringCriteria(self.tokenizer, list(options.stop)))
+        out = self.model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=options.max_new_tokens,
+            eos_token_id=self.eos_ids or None,
+            pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
+            logits_processor=LogitsProcessorList([*self._processors(options, prompt.shape[1]), sampler]),
+            stopping_criteria=criteria,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            repetition_penalty=1.0,
+        )
+        ended = [self._end(row, criteria) for row in out[:, prompt.shape[1] :]]
+        log_probs = torch.stack(sampler.log_probs, dim=1)
+        return [
+            Completion(out[i, prompt.shape[1] :][:n].tolist(), log_probs[i, :n].tolist(), reason)
+            for i, (n, reason) in enumerate(ended)
+        ]
+
+    def _processors(self, options: SamplingOptions, prompt_len: int) -> list[LogitsProcessor]:
+        steps: list[LogitsProcessor] = []
+        if options.min_new_tokens > 1 and self.eos_ids:
+            steps.append(
+                MinNewTokensLengthLogitsProcessor(prompt_len, options.min_new_tokens, self.eos_ids, str(self.device))
+            )
+        if options.temperature not in (0.0, 1.0):
+            steps.append(TemperatureLogitsWarper(options.temperature))
+        if options.top_k > 0:
+            steps.append(TopKLogitsWarper(options.top_k))
+        if options.top_p < 1.0:
+            steps.append(TopPLogitsWarper(options.top_p))
+        return steps
+
+    def _end(self, response: Tensor, criteria: StoppingCriteriaList) -> tuple[int, str]:
+        """(length, finish reason) of one generated row, whose tail after its end is padding."""
+        for n in range(1, len(response) + 1):
+            if int(response[n - 1]) in self.eos_ids or (len(criteria) and bool(criteria(response[None, :n], None)[0])):
+                return n, "stop"
+        return len(response), "length"
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        copy_into(self.model, weights)
+
+    def reset_prefix_cache(self) -> bool:
+        return True  # every generate starts from an empty cache
+
+    def sleep(self) -> None:
+        if self.device.type == "cuda":
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        if "weights" in tags:
+            self.model.to(self.device)
+
+
+class _SeededSampler(LogitsProcessor):
+    """Draws each row's next token with that row's own generator and leaves only this token possible.
+
+    argmax(log p + Gumbel noise) is a sample of p (Gumbel, 1954), so greedy search over what is left draws it. The
+    log-probs recorded are those of the distribution after temperature and filters, in fp32.
+    """
+
+    def __init__(self, seeds: Sequence[int], device: torch.device, *, greedy: bool):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.log_probs: list[Tensor] = []
+        self.device, self.greedy = device, greedy
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        log_p = torch.log_softmax(scores.float(), dim=-1)
+        keys = log_p if self.greedy else log_p - self._noise(log_p.shape[-1]).log()
+        picked = keys.argmax(dim=-1, keepdim=True)
+        self.log_probs.append(log_p.gather(-1, picked)[:, 0].cpu())
+        return torch.full_like(scores, float("-inf")).scatter(-1, picked, 0.0)
+
+    def _noise(self, size: int) -> Tensor:
+        """(rows, size) draws of the exponential distribution, whose -log is Gumbel noise."""
+        rows = [torch.empty(size).exponential_(generator=generator) for generator in self.generators]
+        return torch.stack(rows).to(self.device)

@@ -1,0 +1,167 @@
+"""Sampling with vLLM inside this process; the only module that imports vllm."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.config import RolloutConfig
+from spmdrl.distributed import comm
+from spmdrl.distributed.weight_sync import check_names
+from spmdrl.errors import UserError
+from spmdrl.rollout.engine import Completion, Request, SamplingOptions
+
+CPU_KV_CACHE_GB = 4
+
+
+class VLLMEngine:
+    """vLLM with the external launcher: the ranks that this trainer runs on are the engine's workers.
+
+    With tensor parallelism the ranks of a group submit the group's pooled requests in the same order, since vLLM's
+    schedulers run in lockstep there, and each takes its own share of the answers.
+    """
+
+    name = "vllm"
+    own_forward = False
+
+    def __init__(
+        self,
+        pretrain: str,
+        config: RolloutConfig,
+        *,
+        dtype: torch.dtype,
+        max_len: int,
+        max_samples: int,
+        weight_names: Iterable[str],
+        trust_remote_code: bool = False,
+    ):
+        self.expected = set(weight_names)
+        self.tp = config.vllm_tensor_parallel_size
+        self.group = comm.subgroup(self.tp) if self.tp > 1 else None
+        self.can_sleep = config.vllm_enable_sleep and torch.cuda.is_available()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        with _threads_kept():
+            from vllm import LLM
+
+            try:
+                self.llm = LLM(
+                    model=pretrain,
+                    dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+                    tensor_parallel_size=self.tp,
+                    distributed_executor_backend="external_launcher",
+                    max_model_len=max_len,
+                    max_num_seqs=min(max(max_samples, 1), 1024),
+                    seed=comm.rank() // self.tp,
+                    logprobs_mode="processed_logprobs",
+                    enable_prefix_caching=config.enable_prefix_caching,
+                    enforce_eager=config.enforce_eager,
+                    enable_sleep_mode=self.can_sleep,
+                    gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+                    trust_remote_code=trust_remote_code,
+                    disable_log_stats=True,
+                    **self._cpu_options(config),
+                )
+            except (ValueError, NotImplementedError) as error:
+                raise UserError(
+                    f"--engine vllm cannot run {pretrain}: {_first_line(error)}; try --engine hf"
+                ) from error
+
+    @staticmethod
+    def _cpu_options(config: RolloutConfig) -> dict[str, Any]:
+        """Without a GPU the KV cache has a given size; "a share of the memory" would be taken by every rank."""
+        if torch.cuda.is_available():
+            return {}
+        return {"kv_cache_memory_bytes": (config.vllm_kv_cache_gb or CPU_KV_CACHE_GB) * 2**30}
+
+    def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[Completion]:
+        pooled = comm.all_gather_object(list(requests), self.group) if self.group else [list(requests)]
+        flat = [request for share in pooled for request in share]
+        if not flat:
+            return []
+        prompts: Any = [{"prompt_token_ids": list(r.prompt_ids)} for r in flat]
+        outputs = self.llm.generate(prompts, [_sampling_params(r.seed, options) for r in flat], use_tqdm=False)
+        mine = 0 if self.group is None else comm.rank() % self.tp
+        start = sum(len(share) for share in pooled[:mine])
+        return [_completion(out.outputs[0]) for out in outputs[start : start + len(pooled[mine])]]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights in place. vLLM's layer-wise reload serves both its GPU and its CPU build, whose linear
+        layers keep repacked weights only."""
+        sent: set[str] = set()
+        self.llm.collective_rpc(_reload, args=(self._checked(weights, sent),))
+        check_names(sent, self.expected)
+
+    def _checked(self, weights: Iterable[tuple[str, Tensor]], sent: set[str]) -> Iterator[tuple[str, Tensor]]:
+        """Record names; an unknown one never reaches vLLM, which would stop there without naming what is missing."""
+        for name, tensor in weights:
+            sent.add(name)
+            if name in self.expected:
+                yield name, tensor
+
+    def reset_prefix_cache(self) -> bool:
+        return self.llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        if self.can_sleep:
+            self.llm.sleep(level=2)  # weights are sent anew before every generate, so none are kept on the host
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        if self.can_sleep:
+            self.llm.wake_up(tags=list(tags))
+
+
+def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Runs on vLLM's worker: its `reload_weights`, with an error instead of a warning for what was not loaded."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    model = worker.get_model()
+    wanted = {name for name, _ in model.named_parameters()}
+    initialize_layerwise_reload(model)
+    loaded = model.load_weights(weights)
+    finalize_layerwise_reload(model, worker.vllm_config.model_config)
+    if loaded is not None and wanted - loaded:
+        raise RuntimeError(f"weight sync: vLLM's own weights were not loaded: {sorted(wanted - loaded)[:8]}")
+
+
+def _sampling_params(seed: int, options: SamplingOptions) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        n=1,
+        seed=seed,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_tokens=options.min_new_tokens if options.min_new_tokens > 1 else 0,
+        max_tokens=options.max_new_tokens,
+        stop=list(options.stop) or None,
+        include_stop_str_in_output=True,
+        logprobs=0,
+        detokenize=bool(options.stop),
+    )
+
+
+def _completion(output: Any) -> Completion:
+    ids = list(output.token_ids)
+    log_probs = [position[token].logprob for position, token in zip(output.logprobs, ids, strict=True)]
+    assert output.finish_reason in ("stop", "length"), f"vLLM ended a request with {output.finish_reason!r}"
+    return Completion(ids, log_probs, output.finish_reason)
+
+
+class _threads_kept:
+    """vLLM's CPU worker pins this process to its own idea of threads; training keeps the number it had."""
+
+    def __enter__(self) -> None:
+        self.count, self.set_count = torch.get_num_threads(), torch.set_num_threads
+
+    def __exit__(self, *exc: Any) -> None:
+        torch.set_num_threads = self.set_count
+        torch.set_num_threads(self.count)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
