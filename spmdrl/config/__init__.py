@@ -1,21 +1,27 @@
-"""The command line: every flag with its name, type, default, help and cross-checks; imports no torch."""
+"""The command line: every flag with its name, type, default, help and checks. Imports neither torch nor transformers.
 
-from spmdrl.config.flags import parse_config, save_config, to_flat_dict
+sections.py declares the flags of each component and ppo.py puts them together; parse.py reads a command line.
+"""
+
+from spmdrl.config.flags import to_flat_dict
+from spmdrl.config.parse import parse_config, save_config
+from spmdrl.config.ppo import PPOConfig
 from spmdrl.config.sections import (
     AlgoConfig,
     CheckpointConfig,
     DeepSpeedConfig,
     ModelConfig,
     OptimConfig,
-    PPOConfig,
     PromptDataConfig,
     RewardConfig,
     RolloutConfig,
     TrackingConfig,
 )
+from spmdrl.config.sizes import BatchSizes, describe_sizes, sizes
 
 __all__ = [
     "AlgoConfig",
+    "BatchSizes",
     "CheckpointConfig",
     "DeepSpeedConfig",
     "ModelConfig",
@@ -25,7 +31,9 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "TrackingConfig",
+    "describe_sizes",
     "parse_config",
     "save_config",
+    "sizes",
     "to_flat_dict",
 ]

@@ -1,35 +1,129 @@
-"""Flags and yaml files in, a config out; and a config back to flat names."""
+"""What a flag of a config class is, and how the words after it become its value."""
 
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-Config = TypeVar("Config")
+from spmdrl.config.registry import Registry
+from spmdrl.errors import UserError
 
 
-def parse_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config:
-    """The config of this command line (`sys.argv` without argument)."""
-    import tyro
+@dataclass(frozen=True)
+class Flag:
+    """One field of a config class. `kind` is the type of each value; `num_values` is None for any number of them."""
 
-    return tyro.cli(
-        cls, args=argv, use_underscores=True, config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    name: str
+    section: str | None
+    default: Any
+    kind: type
+    num_values: int | None = 1
+    is_optional: bool = False
+    is_secret: bool = False
+    literals: tuple[str, ...] = ()
+    registry: Registry | None = None
+
+    def registered(self) -> Registry:
+        assert self.registry is not None, f"--{self.name} has no table of choices"
+        return self.registry
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return self.registry.choices() if self.registry else self.literals
+
+    def convert(self, words: Sequence[str], where: str) -> Any:
+        """The value that `words` stand for; `where` names the flag, or file and key, in the error."""
+        if self.num_values is not None and len(words) != self.num_values:
+            wanted = "one value" if self.num_values == 1 else f"{self.num_values} values"
+            got = f"{len(words)} values" if self.is_secret else " ".join(words) or "none"
+            raise UserError(f"{where} takes {wanted}, got {got}")
+        values = tuple(self._convert_word(word, where) for word in words)
+        return values[0] if self.num_values == 1 else values
+
+    def _convert_word(self, word: str, where: str) -> Any:
+        if self.choices and word not in self.choices:
+            raise UserError(f"{where} has no '{word}', only {', '.join(self.choices)}{nearest(word, self.choices)}")
+        try:
+            value = self.kind(word)
+        except ValueError:
+            value = None
+        if value is None or value != value:
+            raise UserError(f"{where} takes {'a whole number' if self.kind is int else 'a number'}, got '{word}'")
+        return value
+
+
+@cache
+def flags_of(cls: type) -> dict[str, Flag]:
+    """Flag name → flag, of a config class and its sections, in the order in which they are declared."""
+    return {flag.name: flag for flag in _walk(cls, section=None)}
+
+
+def _walk(cls: type, section: str | None) -> Iterable[Flag]:
+    hints = get_type_hints(cls, include_extras=True)
+    for item in fields(cls):
+        if is_dataclass(hints[item.name]):
+            yield from _walk(hints[item.name], section=item.name)
+        else:
+            yield _read_annotation(item, section, hints[item.name])
+
+
+def _read_annotation(item: Field, section: str | None, hint: Any) -> Flag:
+    """Understands bool, int, float, str, Literal of strings, tuples of these, each with `| None` or a Registry."""
+    registry, num_values, literals = None, 1, ()
+    if get_origin(hint) is Annotated:
+        hint, registry = get_args(hint)
+    is_optional = NoneType in get_args(hint)
+    if is_optional:
+        (hint,) = (option for option in get_args(hint) if option is not NoneType)
+    if get_origin(hint) is tuple:
+        *args, last = get_args(hint)
+        hint, num_values = args[0], None if last is Ellipsis else len(args) + 1
+    elif get_origin(hint) is Literal:
+        hint, literals = str, get_args(hint)
+    assert hint in (bool, int, float, str), f"--{item.name} is annotated {hint}"
+    return Flag(
+        item.name,
+        section,
+        item.default,
+        hint,
+        num_values,
+        is_optional,
+        not item.repr,
+        literals=literals,
+        registry=registry,
     )
 
 
+def build(cls: type, values: Mapping[str, Any]) -> Any:
+    """The config with these flags set and all others at their defaults."""
+    sections: dict[str, dict[str, Any]] = {}
+    own: dict[str, Any] = {}
+    for name, value in values.items():
+        section = flags_of(cls)[name].section
+        (own if section is None else sections.setdefault(section, {}))[name] = value
+    hints = get_type_hints(cls)
+    return cls(**own, **{section: hints[section](**content) for section, content in sections.items()})
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Flag name → value."""
+    sections = {None: config} | {f.name: getattr(config, f.name) for f in fields(config)}
+    return {flag.name: getattr(sections[flag.section], flag.name) for flag in flags_of(type(config)).values()}
+
+
 def to_flat_dict(config: Any) -> dict[str, Any]:
-    """Flag name → value of every flag, without secrets."""
-    flat: dict[str, Any] = {}
-    for item in fields(config):
-        value = getattr(config, item.name)
-        flat |= to_flat_dict(value) if is_dataclass(value) else {item.name: value}
-    if flat.get("use_wandb"):
-        flat["use_wandb"] = "True"
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()}
+    """Flag name → value as yaml and JSON have it, for the record: without secrets and without --local_rank."""
+    flat = {name: list(value) if isinstance(value, tuple) else value for name, value in values_of(config).items()}
+    for flag in flags_of(type(config)).values():
+        if flag.is_secret and flat[flag.name] is not None:
+            flat[flag.name] = True  # that it was given, not what
+    flat.pop("local_rank", None)
+    return flat
 
 
-def save_config(config: Any, path: str | Path) -> None:
-    """Write the resolved config as yaml that `--config` reads."""
-    import yaml
-
-    Path(path).write_text(yaml.safe_dump(to_flat_dict(config), sort_keys=False, allow_unicode=True))
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """An ending for an error message that names the known word most like `word`, or nothing."""
+    matches = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {prefix}{matches[0]}?)" if matches else ""

@@ -1,7 +1,8 @@
 """Every flag of `cli/train_ppo.py`: field name = flag name, its type, default and, below it, its help.
 
 One frozen dataclass per reader, so that a component is handed its own section and nothing else. Checks of one flag
-against another are in checks.py; this file only declares.
+against another are in checks.py; this file only declares. Settings of a function in spmdrl/algos have the name of its
+keyword-only parameter.
 """
 
 from dataclasses import dataclass, field
@@ -99,6 +100,11 @@ class RolloutConfig:
     verify_weight_sync: bool = False
     """After each sync compare the engine's log-probs with the trainer's on a probe, and stop if they disagree."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens are sampled from less than the whole distribution."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
@@ -122,6 +128,10 @@ class AlgoConfig:
     """Different clip widths below and above 1 (clip-higher), such as 0.2 0.28; replaces --eps_clip."""
     dual_clip: float | None = None
     """Bound on the ratio where the advantage is negative (dual clip), more than 1."""
+    sapo_tau_pos: float = 1.0
+    """SAPO's temperature where the advantage is positive."""
+    sapo_tau_neg: float = 1.05
+    """SAPO's temperature where the advantage is negative."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; at 0 entropy is logged only."""
     init_kl_coef: float = 0.01
@@ -137,7 +147,13 @@ class AlgoConfig:
     old_log_probs: Literal["trainer", "engine"] = "trainer"
     """Where the behaviour policy's log-probs come from: the trainer's own forward, or the engine's samples."""
     rollout_correction: Annotated[str, Registry("corrections.py", "CORRECTIONS", extra=("auto",))] = "auto"
-    """Weights against engine and trainer disagreeing; auto is tis with vLLM and none with hf."""
+    """Weights against engine and trainer disagreeing on the probability of a token; auto is tis with vLLM and none
+    with hf, which samples from the trainer's own forward, or where --top_p or --top_k cut the distribution."""
+    rollout_correction_range: tuple[float, float] | None = None
+    """Range of the ratio of trainer to engine probability that --rollout_correction keeps; left out: that of the
+    correction, 0 2 for tis."""
+    rollout_token_cap: float | None = 2.0
+    """Largest token weight of seq-mask-tis; None for no cap."""
     reward_clip_range: tuple[float, float] = (-10.0, 10.0)
     """Rewards are clipped to this range before the KL enters."""
     mask_truncated: bool = False
@@ -240,22 +256,3 @@ class CheckpointConfig:
 
     save_path: str = "./ckpt"
     """Directory for the trained model, metrics, samples and the resolved config."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PPOConfig:
-    """Train a causal LM with reinforcement learning; started by python, torchrun, deepspeed or srun."""
-
-    model: ModelConfig = ModelConfig()
-    data: PromptDataConfig = PromptDataConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    algo: AlgoConfig = AlgoConfig()
-    reward: RewardConfig = RewardConfig()
-    optim: OptimConfig = OptimConfig()
-    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
-    tracking: TrackingConfig = TrackingConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    seed: int = 42
-    """Seed of data order, sampling and dropout."""
-    full_determinism: bool = False
-    """Ask torch for deterministic kernels, slower."""

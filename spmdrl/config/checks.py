@@ -1,0 +1,191 @@
+"""Checks of flags against their ranges and against one another. No file is read and no rank counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from spmdrl.config.flags import flags_of, values_of
+from spmdrl.config.registry import ALGOS, dict_of_strings
+from spmdrl.errors import UserError
+
+if TYPE_CHECKING:
+    from spmdrl.config.ppo import PPOConfig
+
+
+def check_flags(config: PPOConfig) -> None:
+    """Raise UserError for the first combination that cannot be meant, naming its flags and what would be valid."""
+    check_ranges(config)
+    check_batches(config)
+    check_lengths(config)
+    check_estimator(config)
+    check_kl(config)
+    check_old_log_probs(config)
+    check_unread_settings(config)
+    check_needs(config)
+    check_hardware(config)
+
+
+_POSITIVE = (lambda x: x > 0, "above 0")
+_NOT_NEGATIVE = (lambda x: x >= 0, "0 or more")
+_AT_LEAST_1 = (lambda x: x >= 1, "at least 1")
+_SHARE = (lambda x: 0 <= x <= 1, "from 0 to 1")
+_ASCENDING = (lambda x: x[0] < x[1], "two numbers, the lower first")
+
+RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        (
+            *("rollout_batch_size", "micro_rollout_batch_size", "train_batch_size", "micro_train_batch_size"),
+            *("n_samples_per_prompt", "max_epochs", "num_episodes", "logging_steps", "max_samples", "prompt_max_len"),
+            *("generate_max_len", "generate_min_len", "vllm_tensor_parallel_size", "sync_bucket_mb", "zpg"),
+            *("vllm_kv_cache_gb", "kl_horizon", "overlong_buffer_len", "dynamic_filtering_max_draws"),
+        ),
+        _AT_LEAST_1,
+    ),
+    **dict.fromkeys(("max_norm", "l2", "actor_learning_rate", "init_kl_coef", "entropy_coef"), _NOT_NEGATIVE),
+    **dict.fromkeys(("overlong_penalty_factor",), _NOT_NEGATIVE),
+    **dict.fromkeys(("eps_clip", "kl_target", "rollout_token_cap", "sapo_tau_pos", "sapo_tau_neg"), _POSITIVE),
+    **dict.fromkeys(("gamma", "lambd", "lr_warmup_ratio", "min_lr_ratio"), _SHARE),
+    **dict.fromkeys(("reward_clip_range", "rollout_correction_range", "dynamic_filtering_range"), _ASCENDING),
+    "temperature": (lambda x: x > 0, "above 0: a greedy choice has no probability to train"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "top_k": (lambda x: x == -1 or x >= 1, "-1 (all tokens) or at least 1"),
+    "zero_stage": (lambda x: 0 <= x <= 3, "0, 1, 2 or 3"),
+    "vllm_gpu_memory_utilization": (lambda x: 0 < x < 1, "between 0 and 1"),
+    "adam_betas": (lambda x: all(0 <= beta < 1 for beta in x), "two numbers from 0 to below 1"),
+    "eps_clip_low_high": (lambda x: 0 < x[0] <= 1 and x[1] > 0, "two widths above 0, the first at most 1"),
+    "dual_clip": (lambda x: x > 1, "above 1"),
+    "seed": (lambda x: 0 <= x < 2**31, "from 0 to 2147483647"),
+}
+
+
+def check_ranges(config: PPOConfig) -> None:
+    for name, value in values_of(config).items():
+        if value is None or name not in RANGES:
+            continue
+        is_valid, wanted = RANGES[name]
+        if not is_valid(value):
+            shown = " ".join(f"{x:g}" for x in value) if isinstance(value, tuple) else value
+            raise UserError(f"--{name} must be {wanted}, got {shown}")
+
+
+def check_batches(config: PPOConfig) -> None:
+    samples, batch = config.samples_per_step, config.optim.train_batch_size
+    if samples % batch == 0:
+        return
+    lower = max(d for d in range(1, batch) if samples % d == 0)
+    upper = next((d for d in range(batch + 1, samples + 1) if samples % d == 0), None)
+    raise UserError(
+        f"--train_batch_size {batch} does not divide the {samples} samples of a step (--rollout_batch_size "
+        f"{config.rollout.rollout_batch_size} x --n_samples_per_prompt {config.rollout.n_samples_per_prompt}); the "
+        f"nearest that does is {lower}{f' or {upper}' if upper else ''}"
+    )
+
+
+def check_lengths(config: PPOConfig) -> None:
+    rollout, data = config.rollout, config.data
+    if rollout.generate_min_len > rollout.generate_max_len:
+        raise UserError(
+            f"--generate_min_len {rollout.generate_min_len} is more than --generate_max_len {rollout.generate_max_len}"
+        )
+    if config.algo.overlong_buffer_len is not None and config.algo.overlong_buffer_len >= rollout.generate_max_len:
+        raise UserError(
+            f"--overlong_buffer_len {config.algo.overlong_buffer_len} must be less than --generate_max_len "
+            f"{rollout.generate_max_len}"
+        )
+    if rollout.max_len is not None and rollout.max_len <= data.prompt_max_len:
+        raise UserError(
+            f"--max_len {rollout.max_len} leaves no room for a response after --prompt_max_len {data.prompt_max_len}; "
+            f"lower --prompt_max_len or leave --max_len out"
+        )
+
+
+def check_estimator(config: PPOConfig) -> None:
+    algo, n = config.algo, config.rollout.n_samples_per_prompt
+    needed = (
+        flags_of(type(config))["advantage_estimator"]
+        .registered()
+        .properties(algo.advantage_estimator)
+        .get("min_samples", 1)
+    )
+    if n < needed:
+        raise UserError(
+            f"--advantage_estimator {algo.advantage_estimator} compares the samples of one prompt: it needs "
+            f"--n_samples_per_prompt {needed} or more, got {n}"
+        )
+    if algo.dynamic_filtering and n < 2:
+        raise UserError(
+            f"--dynamic_filtering judges groups of samples: it needs --n_samples_per_prompt 2 or more, got {n}"
+        )
+
+
+def check_kl(config: PPOConfig) -> None:
+    algo = config.algo
+    if algo.use_kl_loss and algo.init_kl_coef == 0:
+        raise UserError("--use_kl_loss has no effect with --init_kl_coef 0; raise the one or drop the other")
+    if algo.kl_target is not None and algo.init_kl_coef == 0:
+        raise UserError("--kl_target adapts the KL weight from --init_kl_coef, which must then be above 0")
+    reason = dict_of_strings(ALGOS / "kl.py", "KL_LOSS_REFUSED").get(algo.kl_estimator)
+    if algo.use_kl_loss and reason:
+        raise UserError(f"--use_kl_loss with --kl_estimator {algo.kl_estimator}: {reason}")
+
+
+def check_old_log_probs(config: PPOConfig) -> None:
+    """Engine log-probs are of the distribution that was sampled from, the trainer's of the whole one."""
+    algo, rollout = config.algo, config.rollout
+    cut = ("--top_p" if rollout.top_p < 1 else "--top_k") if rollout.is_cut else None
+    if cut and algo.old_log_probs == "engine":
+        raise UserError(
+            f"--old_log_probs engine with {cut}: the ratio would be off by the probability that {cut} cuts"
+        )
+    if cut and algo.rollout_correction not in ("auto", "none"):
+        raise UserError(
+            f"--rollout_correction {algo.rollout_correction} with {cut}: the weights would be off by the probability "
+            f"that {cut} cuts; leave one of them out"
+        )
+    if algo.old_log_probs == "engine" and algo.rollout_correction not in ("auto", "none"):
+        raise UserError(
+            f"--old_log_probs engine already takes the engine's log-probs as the behaviour policy: "
+            f"--rollout_correction {algo.rollout_correction} has nothing left to correct, drop it"
+        )
+
+
+def check_unread_settings(config: PPOConfig) -> None:
+    """A setting that the chosen function does not take would change nothing, so it is refused."""
+    flags, values = flags_of(type(config)), values_of(config)
+    for selector in ("policy_loss", "rollout_correction"):
+        chosen = "tis" if values[selector] == "auto" else values[selector]
+        takes = {
+            name: flags[selector].registered().parameters(name) for name in flags[selector].choices if name != "auto"
+        }
+        for setting in {name for names in takes.values() for name in names} & set(values):
+            readers = [name for name, parameters in takes.items() if setting in parameters]
+            if chosen not in readers and values[setting] != flags[setting].default:
+                raise UserError(f"--{setting} is not read by --{selector} {chosen}, only by {', '.join(readers)}")
+
+
+# A setting on the left changes nothing unless the flag on the right is given.
+NEEDS = {
+    "kl_horizon": "kl_target",
+    "overlong_penalty_factor": "overlong_buffer_len",
+    "dynamic_filtering_range": "dynamic_filtering",
+    "dynamic_filtering_max_draws": "dynamic_filtering",
+    "gradient_checkpointing_use_reentrant": "gradient_checkpointing",
+}
+
+
+def check_needs(config: PPOConfig) -> None:
+    flags, values = flags_of(type(config)), values_of(config)
+    for setting, needed in NEEDS.items():
+        if values[setting] != flags[setting].default and not values[needed]:
+            raise UserError(f"--{setting} changes nothing without --{needed}; give both or neither")
+
+
+def check_hardware(config: PPOConfig) -> None:
+    deepspeed, model = config.deepspeed, config.model
+    if deepspeed.adam_offload and deepspeed.zero_stage == 0:
+        raise UserError("--adam_offload needs --zero_stage 1, 2 or 3, got 0")
+    if deepspeed.zpg > 1 and deepspeed.zero_stage != 3:
+        raise UserError(f"--zpg {deepspeed.zpg} partitions ZeRO-3 weights: it needs --zero_stage 3")
+    if model.attention == "flash_attention_2" and model.bf16 is False:
+        raise UserError("--attention flash_attention_2 (--flash_attn) computes in bfloat16 only; drop it or --no_bf16")

@@ -1,0 +1,91 @@
+"""Flags of OpenRLHF's train_ppo.py and of its Ray twin that are no flags here, each with what to do instead."""
+
+_CRITIC = "there is no critic yet; take an --advantage_estimator that needs none, such as group_norm, and drop it"
+_LORA = "train all weights, with --zero_stage 3 and --adam_offload where memory is short"
+_CHECKPOINT = "only the final model is saved, in --save_path; drop it"
+_PTX = "no language-model loss is mixed in; drop it"
+_PLACEMENT = (
+    "every rank holds a shard of every model; choose the ranks with the launcher (torchrun --nproc_per_node N)"
+)
+_RING = "a sequence stays on one rank; shorten --prompt_max_len or --generate_max_len"
+
+# Not supported yet: the flag means something here, and code for it is still to come.
+NOT_YET: dict[str, str] = {
+    "save_steps": _CHECKPOINT,
+    "save_hf_ckpt": "the final model is always saved in Hugging Face form, in --save_path; drop it",
+    "disable_ds_ckpt": "no DeepSpeed checkpoints are written yet; drop it",
+    "ckpt_path": _CHECKPOINT,
+    "max_ckpt_num": _CHECKPOINT,
+    "max_ckpt_mem": _CHECKPOINT,
+    "load_checkpoint": "a run starts from --pretrain; give it the model that an earlier run left in --save_path",
+    "eval_steps": "rewards of the training prompts are logged every step; drop it",
+    "ptx_coef": _PTX,
+    "pretrain_data": _PTX,
+    "pretrain_data_probs": _PTX,
+    "pretrain_split": _PTX,
+    "value_clip": _CRITIC,
+    "critic_pretrain": _CRITIC,
+    "critic_learning_rate": _CRITIC,
+    "freezing_actor_steps": _CRITIC,
+    "save_value_network": _CRITIC,
+    "value_head_prefix": _CRITIC,
+    "reward_pretrain": "rewards come from Python; call the model in --reward_func path.py:name",
+    "normalize_reward": "normalise in --reward_func, or take --advantage_estimator group_norm",
+    "lora_rank": _LORA,
+    "lora_alpha": _LORA,
+    "lora_dropout": _LORA,
+    "target_modules": _LORA,
+    "load_in_4bit": _LORA,
+    "enable_ema": "no moving average of the weights is kept; drop it",
+    "torch_compile": "models run uncompiled; drop it",
+    "use_liger_kernel": "the LM head already runs in chunks; drop it",
+    "aux_loss_coef": "mixture-of-experts models train without a balancing loss; drop it",
+    "packing_samples": "samples are padded per micro-batch; drop it",
+    "ring_attn_size": _RING,
+    "ring_head_stride": _RING,
+    "use_ms": "download model and data from ModelScope first and give their paths",
+}
+
+# Never: placement of a Ray cluster, and switches of what is always so here.
+REFUSED: dict[str, str] = {
+    **{
+        f"{role}_{what}": _PLACEMENT
+        for role in ("actor", "critic", "ref", "reward")
+        for what in ("num_nodes", "num_gpus_per_node")
+    },
+    "colocate_all_models": "always so here; drop it",
+    "colocate_actor_ref": "always so here; drop it",
+    "colocate_critic_reward": "always so here; drop it",
+    "vllm_num_engines": "every --vllm_tensor_parallel_size ranks share one engine in their own processes; drop it",
+    "vllm_sync_backend": "weights reach the engine inside the process; drop it",
+    "vllm_sync_with_ray": "weights reach the engine inside the process, without Ray; drop it",
+    "deepspeed_enable_sleep": "--vllm_enable_sleep covers both sides; use that",
+    "actor_init_on_gpu": "where weights are first loaded follows from the device and --zero_stage; drop it",
+    "perf": "seconds and tokens/s of each phase are always logged; drop it",
+}
+
+# Another spelling of a flag here, with the value it stands for.
+ACCEPTED_ALIASES: dict[str, tuple[str, str]] = {"flash_attn": ("attention", "flash_attention_2")}
+
+# What TRL and verl call a flag here; named in the error of an unknown flag.
+OTHER_NAMES: dict[str, str] = {
+    "model_name_or_path": "pretrain",
+    "dataset_name": "prompt_data",
+    "num_generations": "n_samples_per_prompt",
+    "max_completion_length": "generate_max_len",
+    "max_prompt_length": "prompt_max_len",
+    "learning_rate": "actor_learning_rate",
+    "per_device_train_batch_size": "micro_train_batch_size",
+    "num_train_epochs": "num_episodes",
+    "num_iterations": "max_epochs",
+    "beta": "init_kl_coef",
+    "epsilon": "eps_clip",
+    "epsilon_high": "eps_clip_low_high",
+    "loss_type": "loss_aggregation",
+    "max_grad_norm": "max_norm",
+    "weight_decay": "l2",
+    "output_dir": "save_path",
+    "report_to": "use_wandb",
+    "mask_truncated_completions": "mask_truncated",
+    "attn_implementation": "attention",
+}

@@ -1,0 +1,199 @@
+"""Checks against what is there: required flags, files, the model's config.json and the number of ranks.
+
+They run on every rank before torch is imported and load nothing but small JSON files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmdrl.config.flags import flags_of, values_of
+from spmdrl.errors import UserError
+
+if TYPE_CHECKING:
+    from spmdrl.config.ppo import PPOConfig
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
+
+
+def check_surroundings(config: PPOConfig, world_size: int) -> None:
+    check_required(config)
+    check_critic_free(config)
+    check_packages(config)
+    check_files(config)
+    check_ranks(config, world_size)
+    if model_config := read_model_config(config.model.pretrain or ""):
+        check_positions(config, model_config)
+        check_heads(config, model_config, world_size)
+
+
+# Packages that are not installed by default, by the flag that asks for them.
+PACKAGES = {"use_wandb": "wandb", "use_tensorboard": "tensorboard"}
+
+
+def check_packages(config: PPOConfig) -> None:
+    values = values_of(config)
+    for flag, package in PACKAGES.items():
+        if values[flag] is not None and not is_installed(package):
+            raise UserError(f"--{flag} needs the package {package}: pip install {package}, or leave the flag out")
+    if config.rollout.engine == "vllm" and not is_installed("vllm"):
+        raise UserError("--engine vllm needs the package vllm: install it, or sample with --engine hf")
+
+
+def is_installed(package: str) -> bool:
+    """A directory of that name that happens to lie here, such as W&B's logs, does not count."""
+    if package in sys.modules:
+        return True
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def check_required(config: PPOConfig) -> None:
+    if not config.model.pretrain:
+        raise UserError("--pretrain is missing: the Hugging Face directory or hub name of the model to train")
+    if not config.data.prompt_data:
+        raise UserError("--prompt_data is missing: a file, directory or hub name with prompts")
+    remote, function = config.reward.remote_rm_url, config.reward.reward_func
+    if remote and function:
+        raise UserError("--remote_rm_url and --reward_func are both given; rewards come from one of them")
+    if not remote and not function:
+        raise UserError(
+            "no reward: give --reward_func path.py:name, or --remote_rm_url path.py that defines reward_func"
+        )
+
+
+def check_critic_free(config: PPOConfig) -> None:
+    flag = flags_of(type(config))["advantage_estimator"]
+    chosen, registry = config.algo.advantage_estimator, flag.registered()
+    if registry.properties(chosen).get("needs_critic"):
+        without = [name for name in registry.choices() if not registry.properties(name).get("needs_critic")]
+        default = " (the default)" if chosen == flag.default else ""
+        raise UserError(
+            f"--advantage_estimator {chosen}{default} needs a critic, which is not supported yet; these need none: "
+            f"{', '.join(without)}"
+        )
+
+
+def check_files(config: PPOConfig) -> None:
+    pretrain = config.model.pretrain or ""
+    if looks_local(pretrain) and not (Path(pretrain) / "config.json").is_file():
+        missing = "there is no config.json in it" if Path(pretrain).exists() else "no such directory"
+        raise UserError(f"--pretrain {pretrain}: {missing}")
+    for source in (config.data.prompt_data or "").split(","):
+        path = source.strip()
+        path = path if Path(path).expanduser().exists() else re.sub(r"@[^/@]*$", "", path)
+        if looks_local(path) and not Path(path).expanduser().exists():
+            raise UserError(f"--prompt_data {path}: no such file or directory")
+    check_reward_file("remote_rm_url", config.reward.remote_rm_url)
+    check_reward_file("reward_func", (config.reward.reward_func or "").partition(":")[0] or None)
+    check_save_path(config.checkpoint.save_path)
+
+
+def check_reward_file(flag: str, path: str | None) -> None:
+    if path is None:
+        return
+    if re.match(r"https?://", path):
+        raise UserError(
+            f"--{flag} {path}: reward servers are not supported yet; call yours in --reward_func path.py:name"
+        )
+    if not path.endswith(".py"):
+        raise UserError(f"--{flag} {path}: takes a Python file (.py)")
+    if not Path(path).expanduser().is_file():
+        raise UserError(f"--{flag} {path}: no such file")
+
+
+def check_save_path(save_path: str) -> None:
+    path = Path(save_path).expanduser().absolute()
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if not nearest.is_dir():
+        raise UserError(f"--save_path {save_path}: {nearest} is a file")
+    if not os.access(nearest, os.W_OK):
+        raise UserError(f"--save_path {save_path}: no permission to write in {nearest}")
+
+
+def looks_local(name: str) -> bool:
+    """Whether a model or data source is meant to be on this machine: it is, or no hub name (owner/name) looks so."""
+    written_as_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).suffix in DATA_SUFFIXES
+    return bool(name) and (written_as_path or Path(name).exists())
+
+
+def check_ranks(config: PPOConfig, world_size: int) -> None:
+    values = values_of(config)
+    for name in ("vllm_tensor_parallel_size", "zpg"):
+        size = values[name]
+        if world_size % size:
+            raise UserError(
+                f"--{name} {size} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of this run; "
+                f"valid: {_listed(divisors(world_size))}"
+            )
+
+
+def check_heads(config: PPOConfig, model_config: dict[str, Any], world_size: int) -> None:
+    size, heads = config.rollout.vllm_tensor_parallel_size, _first(model_config, "num_attention_heads", "n_head")
+    if heads and heads % size:
+        valid = [d for d in divisors(world_size) if heads % d == 0]
+        raise UserError(
+            f"--vllm_tensor_parallel_size {size} does not divide the {heads} attention heads of --pretrain "
+            f"{config.model.pretrain}; valid on {world_size} ranks: {_listed(valid)}"
+        )
+
+
+def check_positions(config: PPOConfig, model_config: dict[str, Any]) -> None:
+    positions = model_positions(model_config)
+    if positions is None or config.max_total_len <= positions:
+        return
+    if config.rollout.max_len is not None:
+        wanted = f"--max_len {config.rollout.max_len}"
+        remedy = f"at most --max_len {positions}"
+    else:
+        wanted = (
+            f"--prompt_max_len {config.data.prompt_max_len} + --generate_max_len {config.rollout.generate_max_len}"
+        )
+        room = positions - config.data.prompt_max_len
+        remedy = f"at most --generate_max_len {room}" if room > 0 else f"lower --prompt_max_len below {positions}"
+    raise UserError(f"{wanted} is more than the {positions} positions of --pretrain {config.model.pretrain}; {remedy}")
+
+
+def model_positions(model_config: dict[str, Any]) -> int | None:
+    """Tokens the model can attend to, or None where its config does not bound them. Extended RoPE counts in full."""
+    positions = _first(model_config, "max_position_embeddings", "n_positions", "max_seq_len")
+    rope = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    if positions and kind in ("linear", "dynamic", "yarn") and isinstance(rope.get("factor"), (int, float)):
+        positions = max(positions, int((rope.get("original_max_position_embeddings") or positions) * rope["factor"]))
+    return positions
+
+
+def read_model_config(pretrain: str) -> dict[str, Any] | None:
+    """config.json of a local model, or of a hub model in the local cache; None where neither is there."""
+    path = Path(pretrain) / "config.json"
+    if not path.is_file():
+        home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+        cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{pretrain.replace('/', '--')}"
+        main = cache / "refs" / "main"
+        path = cache / "snapshots" / (main.read_text().strip() if main.is_file() else "none") / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"--pretrain {pretrain}: {path} is not valid JSON") from None
+    return content.get("text_config") or content
+
+
+def _first(model_config: dict[str, Any], *names: str) -> int | None:
+    return next((value for name in names if isinstance(value := model_config.get(name), int)), None)
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

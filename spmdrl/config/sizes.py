@@ -1,0 +1,84 @@
+"""What the batch flags come to: steps, passes, the horizon of the learning rate, and prompts left out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spmdrl.errors import UserError
+
+if TYPE_CHECKING:
+    from spmdrl.config.ppo import PPOConfig
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Counts over all ranks, but for micro_batches_per_rank."""
+
+    num_prompts: int
+    num_dropped: int  # prompts of each episode that do not fill a step
+    steps_per_episode: int
+    total_steps: int
+    samples_per_step: int
+    optimizer_steps_per_step: int
+    total_optimizer_steps: int
+    warmup_steps: int
+    micro_batches_per_rank: int  # forwards and backwards of one optimizer step; the same number on every rank
+
+
+def sizes(config: PPOConfig, world_size: int, num_prompts: int) -> BatchSizes:
+    """Raises UserError when the prompts do not fill a single step."""
+    batch, optim = config.rollout.rollout_batch_size, config.optim
+    steps_per_episode, num_dropped = divmod(num_prompts, batch)
+    if steps_per_episode == 0:
+        raise UserError(
+            f"--rollout_batch_size {batch} is more than the {num_prompts} prompts of --prompt_data: no step would be "
+            f"full; at most {num_prompts} here"
+        )
+    optimizer_steps_per_step = config.samples_per_step // optim.train_batch_size * optim.max_epochs
+    total_steps = steps_per_episode * optim.num_episodes
+    total_optimizer_steps = total_steps * optimizer_steps_per_step
+    return BatchSizes(
+        num_prompts=num_prompts,
+        num_dropped=num_dropped,
+        steps_per_episode=steps_per_episode,
+        total_steps=total_steps,
+        samples_per_step=config.samples_per_step,
+        optimizer_steps_per_step=optimizer_steps_per_step,
+        total_optimizer_steps=total_optimizer_steps,
+        warmup_steps=math.ceil(total_optimizer_steps * optim.lr_warmup_ratio),
+        micro_batches_per_rank=math.ceil(
+            math.ceil(optim.train_batch_size / world_size) / optim.micro_train_batch_size
+        ),
+    )
+
+
+def describe_sizes(config: PPOConfig, world_size: int, counts: BatchSizes) -> list[str]:
+    """Lines for the start of a run."""
+    rollout, optim = config.rollout, config.optim
+    share, more = divmod(optim.train_batch_size, world_size)
+    shares = f"{share} or {share + 1} samples" if more else f"{share} samples"
+    uneven = "; ranks with fewer samples fill up with passes of no weight" if more else ""
+    dropped = (
+        f"; {counts.num_dropped} of an episode's {counts.num_prompts} prompts are dropped, they do not fill a step"
+        if counts.num_dropped
+        else ""
+    )
+    at_most = "at most " if config.algo.dynamic_filtering else ""
+    return [
+        f"step: {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples = "
+        f"{counts.samples_per_step} samples, over {_count(world_size, 'rank')}",
+        f"training: {_count(counts.optimizer_steps_per_step, 'optimizer step')} a step of {optim.train_batch_size} "
+        f"samples ({_count(optim.max_epochs, 'epoch')}), each {_count(counts.micro_batches_per_rank, 'micro-batch')} "
+        f"of up to {optim.micro_train_batch_size} on every rank for its {shares}{uneven}",
+        f"run: {at_most}{counts.total_steps} steps ({_count(optim.num_episodes, 'episode')} of "
+        f"{counts.steps_per_episode}), {counts.total_optimizer_steps} optimizer steps{dropped}",
+        f"learning rate: up to {optim.actor_learning_rate:g} in {counts.warmup_steps} optimizer steps, then "
+        f"{optim.lr_scheduler} over the other {counts.total_optimizer_steps - counts.warmup_steps}",
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("ch") and noun != "epoch" else "s")
+    return f"{number} {noun if number == 1 else plural}"
