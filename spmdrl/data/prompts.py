@@ -126,9 +126,7 @@ def load_prompts(
                 dataset.add(index, row, text, next(ids) if text else [])
             bar.update(len(batch))
     if not len(dataset):
-        raise UserError(
-            f"--prompt_data: no prompt is left: {dataset.describe()}; see --prompt_max_len and --input_key"
-        )
+        raise UserError(f"no prompt is left: {dataset.describe()}; see --prompt_max_len and --input_key")
     return dataset
 
 

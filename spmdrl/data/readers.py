@@ -83,7 +83,7 @@ class JsonLines(_LineFile):
 
     def _parse(self, text: str, index: int) -> Row:
         try:
-            value = json.loads(text)
+            value = json.loads(text.rstrip("\r\n"))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{self.where(index)} is not valid JSON: {_json_reason(error)}") from error
         return _as_row(value, self, index)
@@ -172,8 +172,9 @@ class JsonArray(Sequence[Row]):
             if separator != ",":
                 raise UserError(f"{self._at(position)}: expected ',' or ']' after item {len(self)} of the array")
             position = self._skip_space(position + 1)
-        if self._text[position + 1 :].strip():
-            raise UserError(f"{self._at(position + 1)}: there is text after the end of the array")
+        rest = self._skip_space(position + 1)
+        if rest < len(self._text):
+            raise UserError(f"{self._at(rest)}: there is text after the end of the array")
 
     def _skip_space(self, position: int) -> int:
         while self._text[position : position + 1] in (" ", "\t", "\r", "\n"):

@@ -62,7 +62,7 @@ def read_chat_template(value: str) -> str:
         return Path(value).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"--tokenizer_chat_template {value!r} is neither a Jinja template nor a readable file ({error})"
+            f"--tokenizer_chat_template {value!r} is neither a Jinja template nor a file that can be read ({error})"
         ) from error
 
 
