@@ -93,7 +93,7 @@ def check_tokenizer(tokenizer) -> None:
 
 
 def greedy_answer(folder: Path, question: str) -> str:
-    """What the checkpoint in `folder` answers, in fp32 (bf16 products are very slow on CPUs without AMX or AVX-512)."""
+    """What the checkpoint in `folder` answers, in fp32: bf16 products are very slow on CPUs without AVX-512."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
