@@ -23,6 +23,7 @@ def check_flags(config: PPOConfig) -> None:
     check_old_log_probs(config)
     check_unread_settings(config)
     check_needs(config)
+    check_template(config)
     check_hardware(config)
 
 
@@ -73,7 +74,7 @@ def check_batches(config: PPOConfig) -> None:
     samples, batch = config.samples_per_step, config.optim.train_batch_size
     if samples % batch == 0:
         return
-    lower = max(d for d in range(1, batch) if samples % d == 0)
+    lower = max(d for d in range(1, min(batch, samples + 1)) if samples % d == 0)
     upper = next((d for d in range(batch + 1, samples + 1) if samples % d == 0), None)
     raise UserError(
         f"--train_batch_size {batch} does not divide the {samples} samples of a step (--rollout_batch_size "
@@ -179,6 +180,15 @@ def check_needs(config: PPOConfig) -> None:
     for setting, needed in NEEDS.items():
         if values[setting] != flags[setting].default and not values[needed]:
             raise UserError(f"--{setting} changes nothing without --{needed}; give both or neither")
+    if values["min_lr_ratio"] != flags["min_lr_ratio"].default and "min_lr" not in config.optim.lr_scheduler:
+        raise UserError(
+            f"--min_lr_ratio changes nothing with --lr_scheduler {config.optim.lr_scheduler}; drop one of them"
+        )
+
+
+def check_template(config: PPOConfig) -> None:
+    if config.data.input_template is not None and config.data.apply_chat_template:
+        raise UserError("--input_template and --apply_chat_template both shape the prompt; give one of them")
 
 
 def check_hardware(config: PPOConfig) -> None:

@@ -71,7 +71,7 @@ def _group(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
     """Each flag with the words that follow it. `--x=-y` is how a value that looks like a flag is given."""
     groups: list[tuple[str, list[str]]] = []
     for word in argv:
-        if re.match(r"--|-[A-Za-z]", word):
+        if re.match(r"--|-(?!inf$)[A-Za-z]", word):
             flag, equals, value = word.partition("=")
             groups.append((flag, [value] if equals else []))
         elif groups:
@@ -163,7 +163,8 @@ def save_config(config: Any, path: str | Path) -> None:
     """Write every flag as yaml that --config reads back. Contains no secrets."""
     import yaml
 
-    Path(path).write_text(yaml.safe_dump(to_flat_dict(config), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    # ASCII with escapes: with allow_unicode PyYAML writes U+0085 in a way that it reads back as a space.
+    Path(path).write_text(yaml.safe_dump(to_flat_dict(config), sort_keys=False), encoding="ascii")
 
 
 def launched_world_size() -> int:

@@ -196,12 +196,22 @@ class OptimConfig:
     """Passes over the prompts."""
     actor_learning_rate: float = 1e-6
     """Peak learning rate of the policy."""
-    lr_scheduler: str = "cosine_with_min_lr"
-    """Learning-rate schedule, by its name in transformers."""
+    lr_scheduler: Literal[
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "cosine",
+        "cosine_with_restarts",
+        "linear",
+        "polynomial",
+        "constant",
+        "constant_with_warmup",
+        "inverse_sqrt",
+    ] = "cosine_with_min_lr"
+    """Learning-rate schedule, by its name in transformers; those that need more settings are left out."""
     lr_warmup_ratio: float = 0.03
     """Share of all optimizer steps over which the learning rate rises."""
     min_lr_ratio: float = 0.1
-    """Where cosine_with_min_lr ends, as a share of the peak."""
+    """Where the two schedules with_min_lr end, as a share of the peak."""
     max_norm: float = 1.0
     """Gradients are clipped to this norm."""
     l2: float = 0.0

@@ -1,0 +1,185 @@
+import json
+
+import pytest
+
+from spmdrl.config import PPOConfig
+from spmdrl.config.parse import read_config
+from spmdrl.config.preflight import is_installed, looks_local, model_positions, read_model_config
+from spmdrl.errors import UserError
+
+
+@pytest.fixture
+def validate(complete):
+    """validate(flag=value, ..., world_size=1): the checks of a complete command line with these flags changed."""
+
+    def validate(*switches, world_size=1, **changes):
+        words = dict(zip(complete[::2], complete[1::2], strict=True)) | {f"--{k}": str(v) for k, v in changes.items()}
+        given = [word for flag, value in words.items() if value != "absent" for word in (flag, value)]
+        read_config(PPOConfig, [*given, *switches]).validate(world_size)
+
+    return validate
+
+
+@pytest.fixture
+def refusal(validate):
+    def refusal(*switches, **changes):
+        with pytest.raises(UserError) as error:
+            validate(*switches, **changes)
+        return str(error.value)
+
+    return refusal
+
+
+def test_a_complete_command_line_passes(validate):
+    validate()
+    validate(world_size=7)  # no batch has to divide by the ranks
+
+
+@pytest.mark.parametrize("flag", ["pretrain", "prompt_data"])
+def test_what_has_to_be_given(refusal, flag):
+    assert refusal(**{flag: "absent"}).startswith(f"--{flag} is missing: ")
+
+
+def test_exactly_one_reward_source(refusal, tmp_path):
+    none = refusal(remote_rm_url="absent")
+    both = refusal(reward_func=f"{tmp_path / 'reward.py'}:reward_func")
+    assert all("--remote_rm_url" in message and "--reward_func" in message for message in (none, both))
+
+
+def test_the_default_estimator_is_refused_with_those_that_need_no_critic(refusal):
+    message = refusal(advantage_estimator="absent")
+    assert message.startswith("--advantage_estimator gae (the default) needs a critic, which is not supported yet")
+    assert "group_norm" in message.partition("these need none: ")[2].split(", ")
+    assert "gae" not in message.partition("these need none: ")[2].split(", ")
+
+
+def test_files_that_do_not_exist_are_named(refusal, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert refusal(pretrain=tmp_path / "no") == f"--pretrain {tmp_path / 'no'}: no such directory"
+    assert refusal(pretrain=tmp_path / "empty") == f"--pretrain {tmp_path / 'empty'}: there is no config.json in it"
+    assert refusal(prompt_data="no.jsonl") == "--prompt_data no.jsonl: no such file or directory"
+    assert refusal(prompt_data="./no@test") == "--prompt_data ./no: no such file or directory"
+    assert refusal(remote_rm_url="no.py") == "--remote_rm_url no.py: no such file"
+    assert refusal(remote_rm_url="absent", reward_func="no.py:f") == "--reward_func no.py: no such file"
+    assert "takes a Python file" in refusal(remote_rm_url=tmp_path / "prompts.jsonl")
+
+
+def test_each_of_several_sources_is_looked_for(refusal, validate, tmp_path):
+    good = tmp_path / "prompts.jsonl"
+    validate(prompt_data=f"{good}, {good}@train,openai/gsm8k@main", prompt_data_probs="0.5,0.2,0.3")
+    assert refusal(prompt_data=f"{good},no.csv") == "--prompt_data no.csv: no such file or directory"
+
+
+def test_reward_servers_are_refused_by_name(refusal):
+    message = refusal(remote_rm_url="http://localhost:5000/get_reward")
+    assert message.startswith("--remote_rm_url http://localhost:5000/get_reward: reward servers are not supported yet")
+
+
+def test_save_path_must_be_writable(refusal, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    assert refusal(save_path=file / "out") == f"--save_path {file / 'out'}: {file} is a file"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_local"),
+    [
+        ("Qwen/Qwen2.5-7B", False),
+        ("gpt2", False),
+        ("/data/model", True),
+        ("./model", True),
+        ("runs/demo/model", True),
+        ("prompts.jsonl", True),
+        ("data/prompts.jsonl", True),
+        ("", False),
+    ],
+)
+def test_names_that_must_be_on_this_machine(name, is_local):
+    assert looks_local(name) == is_local
+
+
+# ---- the model's config.json ------------------------------------------------------------------------------------
+def test_prompt_and_response_must_fit_the_models_positions(refusal, validate):
+    validate(prompt_max_len=1024, generate_max_len=1024)
+    message = refusal(prompt_max_len=1024, generate_max_len=1025)
+    assert message.startswith(
+        "--prompt_max_len 1024 + --generate_max_len 1025 is more than the 2048 positions of --pretrain"
+    )
+    assert message.endswith("at most --generate_max_len 1024")
+    assert refusal(prompt_max_len=4096).endswith("lower --prompt_max_len below 2048")
+    assert refusal(max_len=3000).startswith("--max_len 3000 is more than the 2048 positions")
+    validate(max_len=2000, generate_max_len=9999)
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"n_positions": 1024}, 1024),
+        ({"vocab_size": 10}, None),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 16384),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (  # Llama 3.1 states the extended length itself
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, 2048),
+    ],
+)
+def test_positions_of_a_model(config, positions):
+    assert model_positions(config) == positions
+
+
+def test_a_hub_model_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert read_model_config("owner/name") is None
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps({"text_config": {"n_positions": 7}}))
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("abc\n")
+    assert read_model_config("owner/name") == {"n_positions": 7}
+
+
+def test_a_damaged_config_json_is_named(refusal, model_dir):
+    (model_dir / "config.json").write_text("{")
+    assert refusal() == f"--pretrain {model_dir}: {model_dir / 'config.json'} is not valid JSON"
+
+
+def test_tensor_parallel_size_divides_ranks_and_heads(refusal, validate):
+    """The model has 6 heads."""
+    validate(vllm_tensor_parallel_size=3, world_size=6)
+    message = refusal(vllm_tensor_parallel_size=2, world_size=3)
+    assert message == "--vllm_tensor_parallel_size 2 does not divide the 3 ranks of this run; valid: 1, 3"
+    message = refusal(vllm_tensor_parallel_size=4, world_size=8)
+    assert message.startswith("--vllm_tensor_parallel_size 4 does not divide the 6 attention heads of --pretrain")
+    assert message.endswith("valid on 8 ranks: 1, 2")
+
+
+def test_zpg_divides_the_ranks(refusal):
+    message = refusal(zpg=2, zero_stage=3)
+    assert message == "--zpg 2 does not divide the 1 rank of this run; valid: 1"
+
+
+# ---- packages ---------------------------------------------------------------------------------------------------
+def test_flags_that_need_a_missing_package_name_it(refusal, validate, monkeypatch):
+    monkeypatch.setattr("spmdrl.config.preflight.is_installed", lambda package: False)
+    assert refusal(use_wandb="True").startswith("--use_wandb needs the package wandb: pip install wandb")
+    assert refusal(use_tensorboard="tb").startswith("--use_tensorboard needs the package tensorboard")
+    assert refusal(engine="vllm").startswith("--engine vllm needs the package vllm")
+    validate(engine="auto")
+
+
+def test_a_directory_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "logs_of_a_tool").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("logs_of_a_tool")
+    assert not is_installed("not_there_at_all")
+    assert is_installed("pytest")

@@ -1,0 +1,58 @@
+import pytest
+
+from spmdrl.config import PPOConfig, describe_sizes, sizes
+from spmdrl.config.parse import read_config
+from spmdrl.errors import UserError
+
+
+def config(flags):
+    return read_config(PPOConfig, flags.split())
+
+
+DEMO = "--rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 16 --micro_train_batch_size 4"
+
+
+def test_sizes_of_a_run():
+    """100 prompts make 12 steps of 8 and leave 4; 32 samples are 2 optimizer steps of 16, twice for 2 epochs."""
+    counts = sizes(
+        config(f"{DEMO} --max_epochs 2 --num_episodes 3 --lr_warmup_ratio 0.1"), world_size=2, num_prompts=100
+    )
+    assert (counts.steps_per_episode, counts.num_dropped, counts.total_steps) == (12, 4, 36)
+    assert (counts.samples_per_step, counts.optimizer_steps_per_step) == (32, 4)
+    assert counts.total_optimizer_steps == 144
+    assert counts.warmup_steps == 15  # a tenth of 144, rounded up
+    assert counts.micro_batches_per_rank == 2  # 16 samples on 2 ranks are 8 each, 4 at a time
+
+
+def test_uneven_shares_make_as_many_passes_as_the_largest():
+    """16 samples on 3 ranks: 6, 5 and 5; with 5 at a time the first rank needs 2 passes, so all make 2."""
+    counts = sizes(config(f"{DEMO} --micro_train_batch_size 5"), world_size=3, num_prompts=8)
+    assert counts.micro_batches_per_rank == 2
+    assert counts.num_dropped == 0
+
+
+def test_more_ranks_than_samples():
+    assert sizes(config(DEMO), world_size=32, num_prompts=8).micro_batches_per_rank == 1
+
+
+def test_too_few_prompts_for_a_step():
+    with pytest.raises(UserError, match="--rollout_batch_size 8 is more than the 7 prompts of --prompt_data"):
+        sizes(config(DEMO), world_size=1, num_prompts=7)
+
+
+def test_the_start_of_a_run_says_what_the_sizes_come_to():
+    run = config(f"{DEMO} --lr_warmup_ratio 0.1 --actor_learning_rate 3e-5")
+    lines = describe_sizes(run, 3, sizes(run, world_size=3, num_prompts=100))
+    assert lines == [
+        "step: 8 prompts x 4 samples = 32 samples, over 3 ranks",
+        "training: 2 optimizer steps a step of 16 samples (1 epoch), each 2 micro-batches of up to 4 on every rank "
+        "for its 5 or 6 samples; ranks with fewer samples fill up with passes of no weight",
+        "run: 12 steps (1 episode of 12), 24 optimizer steps; 4 of an episode's 100 prompts are dropped, they do "
+        "not fill a step",
+        "learning rate: up to 3e-05 in 3 optimizer steps, then cosine_with_min_lr over the other 21",
+    ]
+
+
+def test_dynamic_filtering_makes_the_number_of_steps_a_bound():
+    run = config(f"{DEMO} --dynamic_filtering")
+    assert "run: at most 12 steps" in "\n".join(describe_sizes(run, 1, sizes(run, world_size=1, num_prompts=96)))
