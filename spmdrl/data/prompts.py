@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from spmdrl.data.readers import Row
 from spmdrl.data.rendering import Renderer, make_renderer
-from spmdrl.data.sampler import PromptSampler
 from spmdrl.data.sources import Rows, load_rows
 from spmdrl.errors import UserError
 from spmdrl.models.tokenizer import encode_texts
@@ -21,7 +20,6 @@ from spmdrl.models.tokenizer import encode_texts
 if TYPE_CHECKING:
     from spmdrl.config import PromptDataConfig
 
-__all__ = ["Prompt", "PromptDataset", "PromptSampler", "load_prompts"]
 BATCH_ROWS = 1000  # rows tokenised in one call
 PROGRESS_ROWS = 20_000  # from so many rows on, rank 0 shows a progress bar
 
@@ -59,7 +57,8 @@ class PromptDataset(Sequence[Prompt]):
             self._texts.append(text)
             self._ids.extend(ids)
             self._ends.append(len(self._ids))
-            self._hash.update(json.dumps([row, ids], sort_keys=True, default=_stable_text).encode())
+            self._hash.update(json.dumps([row, len(ids)], sort_keys=True, default=_stable_text).encode())
+            self._hash.update(self._ids[-len(ids) :].tobytes())
 
     @property
     def fingerprint(self) -> str:
@@ -97,13 +96,10 @@ class PromptDataset(Sequence[Prompt]):
         return f" ({', '.join(reasons)} dropped)" if reasons else ""
 
 
-def load_prompts(
-    config: "PromptDataConfig", tokenizer: Any, *, seed: int, show_progress: bool | None = None
-) -> PromptDataset:
+def load_prompts(config: "PromptDataConfig", tokenizer: Any, *, seed: int) -> PromptDataset:
     """Reads `--prompt_data`, renders and tokenises every row, drops and counts empty and over-long prompts.
 
     Length is counted on the final ids: template and BOS included.
-    show_progress: a progress bar; left out: on rank 0, for many rows.
     """
     if not config.prompt_data:
         raise UserError("--prompt_data is missing: give a file, a directory or a hub name")
@@ -115,8 +111,7 @@ def load_prompts(
         max_samples=config.max_samples,
         seed=seed,
     )
-    if show_progress is None:
-        show_progress = os.environ.get("RANK", "0") == "0" and len(rows) >= PROGRESS_ROWS
+    show_progress = os.environ.get("RANK", "0") == "0" and len(rows) >= PROGRESS_ROWS
     dataset = PromptDataset(rows, config)
     with tqdm(total=len(rows), desc="Tokenising prompts", disable=not show_progress) as bar:
         for batch in _batches(rows, BATCH_ROWS):

@@ -51,7 +51,7 @@ def _ensure_pad_token(tokenizer: Any, pretrain: str) -> None:
             f"--pretrain {pretrain}: the tokenizer has neither a pad nor an eos token; set one in its files"
         )
     tokenizer.pad_token = tokenizer.eos_token
-    logger.info("The tokenizer of %s has no pad token: padding with eos (%s)", pretrain, tokenizer.eos_token)
+    logger.warning("The tokenizer of %s has no pad token: padding with eos (%s)", pretrain, tokenizer.eos_token)
 
 
 def read_chat_template(value: str) -> str:

@@ -279,6 +279,16 @@ def test_max_samples_takes_the_first_rows(load_cells):
     assert [prompt.prompt for prompt in prompts] == ["a", "b"] and "[2 of 3 rows]" in prompts.describe()
 
 
+@pytest.mark.parametrize("rank, shown", [("0", True), ("1", False)])
+def test_progress_is_shown_on_rank_0_for_many_rows(load_cells, monkeypatch, capsys, rank, shown):
+    monkeypatch.setenv("RANK", rank)
+    load_cells(["a", "b"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("spmdrl.data.prompts.PROGRESS_ROWS", 2)
+    load_cells(["a", "b"])
+    assert ("Tokenising prompts: 100%" in capsys.readouterr().err) is shown
+
+
 # ---- fingerprint (U66) ----
 
 

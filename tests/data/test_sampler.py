@@ -1,6 +1,6 @@
 import pytest
 
-from spmdrl.data.prompts import PromptSampler
+from spmdrl.data.sampler import PromptSampler
 from spmdrl.errors import UserError
 
 

@@ -12,7 +12,7 @@ from tests.tiny import make_tokenizer
 def test_missing_pad_token_becomes_eos_and_is_logged(tmp_path, caplog):
     """U16: no token is added, so no embedding has to be resized."""
     make_tokenizer(tmp_path, pad=None)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         tokenizer = load_tokenizer(ModelConfig(pretrain=str(tmp_path)))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2 and len(tokenizer) == 320
     assert [r.getMessage().endswith("no pad token: padding with eos (<|im_end|>)") for r in caplog.records] == [True]
