@@ -22,6 +22,7 @@ class Flag:
     num_values: int | None = 1
     is_optional: bool = False
     is_secret: bool = False
+    public_values: tuple[str, ...] = ()  # of a secret, in lower case: what may be shown and saved after all
     literals: tuple[str, ...] = ()
     registry: Registry | None = None
 
@@ -90,7 +91,8 @@ def _read_annotation(item: Field, section: str | None, hint: Any) -> Flag:
         hint,
         num_values,
         is_optional,
-        not item.repr,
+        is_secret=not item.repr,
+        public_values=item.metadata.get("public", ()),
         literals=literals,
         registry=registry,
     )
@@ -117,7 +119,7 @@ def to_flat_dict(config: Any) -> dict[str, Any]:
     """Flag name → value as yaml and JSON have it, for the record: without secrets and without --local_rank."""
     flat = {name: list(value) if isinstance(value, tuple) else value for name, value in values_of(config).items()}
     for flag in flags_of(type(config)).values():
-        if flag.is_secret and flat[flag.name] is not None:
+        if flag.is_secret and str(flat[flag.name]).lower() not in ("none", *flag.public_values):
             flat[flag.name] = True  # that it was given, not what
     flat.pop("local_rank", None)
     return flat

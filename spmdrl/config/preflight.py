@@ -91,19 +91,20 @@ def check_files(config: PPOConfig) -> None:
         if looks_local(path) and not Path(path).expanduser().exists():
             raise UserError(f"--prompt_data {path}: no such file or directory")
     check_reward_file("remote_rm_url", config.reward.remote_rm_url)
-    check_reward_file("reward_func", (config.reward.reward_func or "").partition(":")[0] or None)
+    check_reward_file("reward_func", config.reward.reward_func)
     check_save_path(config.checkpoint.save_path)
 
 
-def check_reward_file(flag: str, path: str | None) -> None:
-    if path is None:
+def check_reward_file(flag: str, spec: str | None) -> None:
+    if spec is None:
         return
-    if re.match(r"https?://", path):
+    if re.match(r"https?://", spec):
         raise UserError(
-            f"--{flag} {path}: reward servers are not supported yet; call yours in --reward_func path.py:name"
+            f"--{flag} {spec}: reward servers are not supported yet; call yours in --reward_func path.py:name"
         )
+    path = spec if spec.endswith(".py") else spec.rpartition(":")[0]
     if not path.endswith(".py"):
-        raise UserError(f"--{flag} {path}: takes a Python file (.py)")
+        raise UserError(f"--{flag} {spec}: takes path.py, which defines reward_func, or path.py:name")
     if not Path(path).expanduser().is_file():
         raise UserError(f"--{flag} {path}: no such file")
 

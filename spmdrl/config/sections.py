@@ -246,8 +246,8 @@ class TrackingConfig:
 
     logging_steps: int = 1
     """Log every this many steps."""
-    use_wandb: str | None = field(default=None, repr=False)
-    """Log to Weights & Biases: an API key, or True where one is configured. Never saved."""
+    use_wandb: str | None = field(default=None, repr=False, metadata={"public": ("true", "1", "offline")})
+    """Log to Weights & Biases: True where an API key is configured, offline, or the key, which is never saved."""
     wandb_org: str | None = None
     """W&B entity."""
     wandb_group: str | None = None

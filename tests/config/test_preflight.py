@@ -61,7 +61,8 @@ def test_files_that_do_not_exist_are_named(refusal, tmp_path):
     assert refusal(prompt_data="./no@test") == "--prompt_data ./no: no such file or directory"
     assert refusal(remote_rm_url="no.py") == "--remote_rm_url no.py: no such file"
     assert refusal(remote_rm_url="absent", reward_func="no.py:f") == "--reward_func no.py: no such file"
-    assert "takes a Python file" in refusal(remote_rm_url=tmp_path / "prompts.jsonl")
+    for spec in (tmp_path / "prompts.jsonl", "reward:f", "reward"):
+        assert "takes path.py, which defines reward_func, or path.py:name" in refusal(remote_rm_url=spec)
 
 
 def test_each_of_several_sources_is_looked_for(refusal, validate, tmp_path):
