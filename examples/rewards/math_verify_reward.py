@@ -12,7 +12,7 @@ verifier = MathVerifier()
 
 def reward_func(queries, prompts, labels, **columns):
     texts = responses(queries, prompts)
-    equal = [verifier.equal(str(label), text) for label, text in zip(labels, texts, strict=True)]
+    equal = [verifier.equal(label, text) for label, text in zip(labels, texts, strict=True)]
     return {
         "rewards": [e is True for e in equal],
         "extra_logs": {"math_verify_timeout": [e is None for e in equal]},

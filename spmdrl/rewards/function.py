@@ -207,8 +207,12 @@ def describe(error: BaseException) -> str:
 def _name(sample_ids: Sequence[str], i: int | None) -> str:
     """How errors call sample `i` of a call, or all of them."""
     if i is not None:
-        return f"sample {sample_ids[i]}"
-    return f"samples {sample_ids[0]} to {sample_ids[-1]}" if len(sample_ids) > 1 else f"sample {sample_ids[0]}"
+        return sample_ids[i]
+    return (
+        f"one of {len(sample_ids)} samples, {sample_ids[0]} to {sample_ids[-1]}"
+        if len(sample_ids) > 1
+        else sample_ids[0]
+    )
 
 
 def read_output(returned: Any, sample_ids: Sequence[str], where: str) -> RewardOutput:

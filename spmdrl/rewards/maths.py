@@ -33,16 +33,18 @@ class MathVerifier:
         self.child: subprocess.Popen[str] | None = None
         self.lock = threading.Lock()
 
-    def equal(self, label: str, response: str) -> bool | None:
+    def equal(self, label: object, response: str) -> bool | None:
         """Whether the response's answer equals the label, or None where that took too long to tell.
 
         Raises ValueError where the label itself holds no mathematical expression.
         """
+        if label is None:
+            raise ValueError("no label to compare with: --label_key names the column that holds it")
         with self.lock:
             if self.child is None or self.child.poll() is not None:
                 self.child = self._start()
             child = self.child
-            reply = _ask(child, json.dumps([label, response]), 2 * self.timeout_s)
+            reply = _ask(child, json.dumps([str(label), response]), 2 * self.timeout_s)
             if not reply:
                 self.close()
         if reply == "no label":
