@@ -159,9 +159,9 @@ def check_unread_settings(config: PPOConfig) -> None:
         takes = {
             name: flags[selector].registered().parameters(name) for name in flags[selector].choices if name != "auto"
         }
-        for setting in {name for names in takes.values() for name in names} & set(values):
+        for setting in values:
             readers = [name for name, parameters in takes.items() if setting in parameters]
-            if chosen not in readers and values[setting] != flags[setting].default:
+            if readers and chosen not in readers and values[setting] != flags[setting].default:
                 raise UserError(f"--{setting} is not read by --{selector} {chosen}, only by {', '.join(readers)}")
 
 
