@@ -28,7 +28,7 @@ def run(program: Callable[[], None], local_rank_flag: int = -1) -> None:
     """Join the process group, run `program` on this rank and leave; on any error end this process and its peers.
 
     Exit codes: 2 for a UserError (one line), 1 for anything else (traceback) and for a rank whose peer failed.
-    `os._exit` is used after an error because destroying a process group whose peers are gone can block for minutes.
+    The process leaves by `os._exit`: destroying a process group whose peers are gone can block for minutes.
     """
     try:
         comm.init(local_rank_flag)
@@ -38,7 +38,9 @@ def run(program: Callable[[], None], local_rank_flag: int = -1) -> None:
         comm.barrier()
         if watch:
             watch.stop()
-        comm.destroy()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # the exit handlers of the libraries destroy one another's process groups
     except UserError as error:
         cause = error.__cause__
         if cause is not None and getattr(error, "show_cause", False):

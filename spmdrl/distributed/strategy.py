@@ -1,6 +1,5 @@
 """DeepSpeed: engines from models, one optimizer step from many micro-batches, memory handed over between phases."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,6 +11,10 @@ from torch import Tensor, nn
 from spmdrl.config import DeepSpeedConfig, OptimConfig
 from spmdrl.distributed import comm
 from spmdrl.errors import UserError
+
+# DeepSpeed would compile a shared-memory collective at start-up on hosts without a GPU: minutes for nothing, as the
+# collectives here are large, and a build that was interrupted leaves a lock on which every later start waits for ever.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 class Strategy:
@@ -29,7 +32,7 @@ class Strategy:
 
         return _alive(HfDeepSpeedConfig(self._ds_config(trainable=False)))
 
-    def trainable(self, model: nn.Module, *, learning_rate: float, total_steps: int) -> Any:
+    def trainable(self, model: nn.Module, *, learning_rate: float, total_steps: int, warmup_steps: int = 0) -> Any:
         """A DeepSpeed engine that trains `model` over `total_steps` optimizer steps."""
         from transformers import get_scheduler
 
@@ -38,13 +41,15 @@ class Strategy:
         scheduler = get_scheduler(
             self.optim.lr_scheduler,
             optimizer,
-            num_warmup_steps=math.ceil(total_steps * self.optim.lr_warmup_ratio),
+            num_warmup_steps=warmup_steps,
             num_training_steps=total_steps,
             scheduler_specific_kwargs=extra,
         )
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=scheduler, config=self._ds_config(trainable=True)
         )
+        if self.config.zero_stage == 0:
+            engine.clip_fp32_gradients = lambda: _clip_and_keep_norm(engine, self.optim.max_norm)
         engine.train()
         return engine
 
@@ -141,6 +146,11 @@ class Strategy:
             if rests_on_host:
                 model.to("cpu")
                 torch.cuda.empty_cache()
+
+
+def _clip_and_keep_norm(engine: Any, max_norm: float) -> None:
+    """DeepSpeed's own clipping without ZeRO, which forgets the norm that it computed."""
+    engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm)
 
 
 def _training_states() -> list[Any]:

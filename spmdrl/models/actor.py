@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Rows of hidden states that meet the LM head at a time: 512 rows of a 150k vocabulary are 300 MB in fp32.
-HEAD_CHUNK = 512
+# Most logits that exist at a time. A host's allocator returns larger blocks to the system and faults them in again;
+# a GPU needs large products to be busy.
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -20,9 +21,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature, with_entropy):
         log_probs, entropy = [], []
-        for h, y in zip(hidden.split(HEAD_CHUNK), labels.split(HEAD_CHUNK), strict=True):
-            log_p = _log_softmax(h, weight, bias, temperature)
-            log_probs.append(log_p.gather(-1, y[:, None])[:, 0])
+        for rows in _chunks(hidden, weight):
+            log_p = _log_softmax(hidden[rows], weight, bias, temperature)
+            log_probs.append(log_p.gather(-1, labels[rows, None])[:, 0])
             if with_entropy:
                 entropy.append(_entropy(log_p))
         log_probs = torch.cat(log_probs)
@@ -35,45 +36,54 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_log_probs, grad_entropy = grad_outputs
         hidden, weight, bias, labels = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        grad_weight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_wide(bias.dtype))
         use_entropy = ctx.with_entropy and bool(grad_entropy.any())
-        for start in range(0, len(hidden), HEAD_CHUNK):
-            rows = slice(start, start + HEAD_CHUNK)
-            log_p = _log_softmax(hidden[rows], weight, bias, ctx.temperature).clamp(min=-1e30)
-            p = log_p.exp()
-            grad = p * -grad_log_probs[rows, None]
+        for rows in _chunks(hidden, weight):
+            grad = _log_softmax(hidden[rows], weight, bias, ctx.temperature)
+            log_p = grad.clone() if use_entropy else None
+            grad = grad.exp_()
+            if log_p is None:
+                grad *= -grad_log_probs[rows, None]
+            else:
+                scale = grad_log_probs[rows, None] + grad_entropy[rows, None] * _entropy(log_p)[:, None]
+                grad *= -(scale + grad_entropy[rows, None] * log_p)
             grad.scatter_add_(-1, labels[rows, None], grad_log_probs[rows, None].to(grad.dtype))
-            if use_entropy:
-                grad -= grad_entropy[rows, None] * p * (log_p + _entropy(log_p)[:, None])
-            grad = (grad / ctx.temperature).to(hidden.dtype)
+            grad = grad.div_(ctx.temperature).to(hidden.dtype)
             grad_hidden[rows] = grad @ weight
-            if hidden.dtype == torch.float32:
+            if grad.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad.t(), hidden[rows])
             else:
                 grad_weight += grad.t() @ hidden[rows]
             if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=torch.float32)
-        return (
-            grad_hidden,
-            grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+                grad_bias += grad.sum(0, dtype=grad_bias.dtype)
+        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Slices over the rows of hidden (N, H) whose logits stay within CHUNK_LOGITS; one empty slice for N = 0."""
+    size = max(1, CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"]) // weight.shape[0])
+    return [slice(start, start + size) for start in range(0, max(len(hidden), 1), size)]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """(N, H) -> (N, V) fp32 (fp64 for fp64 input)."""
+    """(N, H) -> (N, V) in fp32 or more; a logit of -inf gives -1e30, whose probability is 0 without making NaN."""
     logits = F.linear(hidden, weight, bias)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=-1)
+    logits = logits.to(_wide(logits.dtype))
+    if temperature != 1.0:
+        logits /= temperature
+    logits -= logits.logsumexp(dim=-1, keepdim=True)
+    return logits.clamp_(min=-1e30)
 
 
 def _entropy(log_p: Tensor) -> Tensor:
-    """(N, V) -> (N,) nats; a token of probability 0 adds nothing."""
-    return -(log_p.exp() * log_p.clamp(min=-1e30)).sum(-1)
+    """(N, V) -> (N,) nats."""
+    return -torch.linalg.vecdot(log_p.exp(), log_p)
 
 
 class LogProbHead(nn.Module):
@@ -92,7 +102,7 @@ class LogProbHead(nn.Module):
     def forward(
         self, hidden: Tensor, labels: Tensor | None = None, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> Any:
-        """Logits (..., V) without labels; with labels (N,) and hidden (N, H) their log-probs and entropies, each (N,)."""
+        """Logits (..., V); with labels (N,) and hidden (N, H): their log-probs and entropies, each (N,)."""
         if labels is None:
             return F.linear(hidden, self.weight, self.bias)
         return _ChunkedLogProbs.apply(hidden, self.weight, self.bias, labels, temperature, with_entropy)

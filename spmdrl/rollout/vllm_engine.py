@@ -42,7 +42,6 @@ class VLLMEngine:
         self.group = comm.subgroup(self.tp) if self.tp > 1 else None
         self.can_sleep = config.vllm_enable_sleep and torch.cuda.is_available()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         with _threads_kept():
             from vllm import LLM
 

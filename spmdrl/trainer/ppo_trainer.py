@@ -16,7 +16,7 @@ from spmdrl.algos.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLControll
 from spmdrl.algos.losses import bind
 from spmdrl.algos.shaping import group_is_informative, overlong_penalty, stop_properly_penalty
 from spmdrl.algos.tensor_ops import token_rewards
-from spmdrl.config import PPOConfig, save_config, to_flat_dict
+from spmdrl.config import PPOConfig, describe_sizes, save_config, sizes, to_flat_dict
 from spmdrl.data.batching import plan_micro_batches, split_evenly
 from spmdrl.data.prompts import Prompt, load_prompts
 from spmdrl.data.sampler import PromptSampler
@@ -28,6 +28,7 @@ from spmdrl.experience import Sample, collate, scatter
 from spmdrl.models.actor import Actor
 from spmdrl.models.loading import checkpoint_weight_names, eos_token_ids, load_causal_lm
 from spmdrl.models.tokenizer import load_tokenizer
+from spmdrl.quiet import quiet_libraries
 from spmdrl.rewards.function import RewardFunction
 from spmdrl.rollout.collector import Collector
 from spmdrl.rollout.engine import RolloutEngine, SamplingOptions
@@ -55,6 +56,9 @@ class PPOTrainer:
             seed=config.seed,
             num_episodes=config.optim.num_episodes,
         )
+        self.sizes = sizes(config, comm.world_size(), len(self.prompts))
+        for line in (self.prompts.describe(), *describe_sizes(config, comm.world_size(), self.sizes)):
+            comm.say(line)
         self.reward_fn = RewardFunction(config.reward.reward_func or config.reward.remote_rm_url or "")
         self.dtype = compute_dtype(config.model.bf16)
         self.strategy = Strategy(config.deepspeed, config.optim, dtype=self.dtype)
@@ -81,8 +85,12 @@ class PPOTrainer:
             reentrant = config.model.gradient_checkpointing_use_reentrant
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         actor = Actor(model, temperature=config.rollout.temperature)
-        steps = len(self.sampler) * optimizer_steps_per_rollout(config)
-        self.actor = self.strategy.trainable(actor, learning_rate=config.optim.actor_learning_rate, total_steps=steps)
+        self.actor = self.strategy.trainable(
+            actor,
+            learning_rate=config.optim.actor_learning_rate,
+            total_steps=self.sizes.total_optimizer_steps,
+            warmup_steps=self.sizes.warmup_steps,
+        )
         self.ref_model = None
         if config.algo.init_kl_coef > 0:
             with self.strategy.loading():
@@ -99,15 +107,16 @@ class PPOTrainer:
             if algo.kl_target is not None
             else FixedKLController(algo.init_kl_coef)
         )
-        correction = algo.rollout_correction
-        if correction == "auto":
-            correction = "none" if self.engine.own_forward else "tis"
         self.update = PolicyUpdate(
-            self.strategy, algo, config.optim, max_tokens=config.rollout.generate_max_len, correction=correction
+            self.strategy,
+            algo,
+            config.optim,
+            max_tokens=config.rollout.generate_max_len,
+            correction=config.correction_for(self.engine.own_forward),
         )
         # With one optimizer step a rollout the policy that samples is the policy that trains: no forward for it.
         self.needs_old_log_probs = self.kl_in_reward or (
-            algo.old_log_probs == "trainer" and optimizer_steps_per_rollout(config) > 1
+            algo.old_log_probs == "trainer" and self.sizes.optimizer_steps_per_step > 1
         )
         self.collector = Collector(
             self.engine,
@@ -147,9 +156,10 @@ class PPOTrainer:
             if is_full:
                 return kept
         raise UserError(
-            f"--dynamic_filtering: {algo.dynamic_filtering_max_draws} draws of {self.config.rollout.rollout_batch_size} "
-            f"prompts did not give enough groups with a mean reward inside {algo.dynamic_filtering_range}; the prompts "
-            "are too easy or too hard: widen --dynamic_filtering_range or raise --dynamic_filtering_max_draws"
+            f"--dynamic_filtering: {algo.dynamic_filtering_max_draws} draws of --rollout_batch_size "
+            f"{self.config.rollout.rollout_batch_size} did not give that many groups with a mean reward inside "
+            f"{algo.dynamic_filtering_range}: the prompts are too easy or too hard; widen --dynamic_filtering_range "
+            "or raise --dynamic_filtering_max_draws"
         )
 
     def generate(self, step: int, rows: Sequence[int], first_group: int) -> list[Sample]:
@@ -283,8 +293,8 @@ class PPOTrainer:
         self.weight_gap = comm.all_reduce_max(worst)
         if self.weight_gap > WEIGHT_TOLERANCE[self.dtype]:
             raise RuntimeError(
-                f"--verify_weight_sync: engine and trainer disagree by {worst:.6f} on this rank "
-                f"({self.weight_gap:.6f} on the worst), tolerance {WEIGHT_TOLERANCE[self.dtype]} ({self.dtype}); {where}"
+                f"--verify_weight_sync: engine and trainer disagree by {worst:.6f} on this rank, "
+                f"{self.weight_gap:.6f} on the worst; {self.dtype} explains {WEIGHT_TOLERANCE[self.dtype]}; {where}"
             )
 
     def _reward(self, samples: Sequence[Sample]) -> None:
@@ -405,18 +415,13 @@ def build_engine(config: PPOConfig, tokenizer: Any, *, dtype: torch.dtype) -> Ro
         str(model.pretrain),
         rollout,
         dtype=dtype,
-        max_len=rollout.max_len or config.data.prompt_max_len + rollout.generate_max_len,
+        max_len=config.max_total_len,
         max_samples=share * rollout.n_samples_per_prompt,
         weight_names=checkpoint_weight_names(model),
         trust_remote_code=model.trust_remote_code,
     )
     engine.sleep()
     return engine
-
-
-def optimizer_steps_per_rollout(config: PPOConfig) -> int:
-    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
-    return -(-samples // config.optim.train_batch_size) * config.optim.max_epochs
 
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -456,4 +461,9 @@ def _seed_everything(seed: int, full_determinism: bool) -> None:
 
 def main(config: PPOConfig) -> None:
     """What cli/train_ppo.py runs on every rank."""
-    guard.run(lambda: PPOTrainer(config).fit(), config.deepspeed.local_rank)
+
+    def program() -> None:
+        quiet_libraries(is_main=comm.is_main())
+        PPOTrainer(config).fit()
+
+    guard.run(program, config.deepspeed.local_rank)
