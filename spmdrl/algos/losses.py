@@ -21,9 +21,9 @@ Metrics = dict[str, Tensor]
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: beyond it float32 products overflow; no ratio that still trains is near it
 
 
-def _ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """pi / pi_old per token, 1 off the mask; the log ratio is clamped to +-20 as in OpenRLHF and verl."""
-    return log_ratio(log_probs, old_log_probs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def _log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
+    """log(pi / pi_old) per token, 0 off the mask; clamped to +-20 as in OpenRLHF and verl."""
+    return log_ratio(log_probs, old_log_probs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -44,7 +44,8 @@ def _clip_bounds(eps_clip: float, eps_clip_low_high: tuple[float, float] | None)
 def _metrics(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor, **extra: Tensor) -> Metrics:
     """approx_kl = old - new per token, unclamped as in OpenRLHF: a token that exploded must show; plus `extra`."""
     approx_kl = -log_ratio(log_probs, old_log_probs, mask)
-    pieces = {"approx_kl": approx_kl, "ratio": select((-approx_kl).exp(), mask), **extra}
+    ratio = select(_log_ratio(log_probs, old_log_probs, mask).exp(), mask)
+    pieces = {"approx_kl": approx_kl, "ratio": ratio, **extra}
     return {f"policy/{name}": piece.detach().to(approx_kl.dtype) for name, piece in pieces.items()}
 
 
@@ -80,7 +81,10 @@ def ppo(
     """
     advantages = select(advantages, mask)
     loss, is_clipped, is_capped = _clipped_surrogate(
-        _ratio(log_probs, old_log_probs, mask), advantages, _clip_bounds(eps_clip, eps_clip_low_high), dual_clip
+        _log_ratio(log_probs, old_log_probs, mask).exp(),
+        advantages,
+        _clip_bounds(eps_clip, eps_clip_low_high),
+        dual_clip,
     )
     metrics = _metrics(log_probs, old_log_probs, mask, clip_frac=is_clipped, dual_clip_frac=is_capped)
     return select(loss, mask), metrics
@@ -147,7 +151,7 @@ def cispo(
     CISPO of MiniMax-M1, https://arxiv.org/abs/2506.13585, which does not clip below: low = 1. TRL's epsilon_high is
     the cap itself, so epsilon_high 5 there is eps_clip_low_high (1, 4) here.
     """
-    ratio = _ratio(log_probs, old_log_probs, mask).detach()
+    ratio = _log_ratio(log_probs, old_log_probs, mask).exp().detach()
     weight = ratio.clamp(*_clip_bounds(eps_clip, eps_clip_low_high))
     loss = -weight * select(advantages, mask) * _finite_log_probs(log_probs, mask)
     return select(loss, mask), _metrics(log_probs, old_log_probs, mask, clip_frac=(weight != ratio) & mask)
@@ -166,7 +170,7 @@ def sapo(
 
     SAPO, https://arxiv.org/abs/2511.20347. At r = 1 its gradient is that of the plain policy gradient.
     """
-    ratio, advantages = _ratio(log_probs, old_log_probs, mask), select(advantages, mask)
+    ratio, advantages = _log_ratio(log_probs, old_log_probs, mask).exp(), select(advantages, mask)
     tau = torch.full_like(ratio, sapo_tau_neg).masked_fill(advantages > 0, sapo_tau_pos)
     loss = -advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1))
     return select(loss, mask), _metrics(log_probs, old_log_probs, mask)
@@ -193,7 +197,7 @@ def gmpo(
     GMPO, https://arxiv.org/abs/2507.20673, with 0.4 and 0.4; aggregate by seq-mean-token-mean (see AGGREGATION_OF).
     """
     low, high = (eps_clip, eps_clip) if eps_clip_low_high is None else eps_clip_low_high
-    own, advantages = log_ratio(log_probs, old_log_probs, mask), select(advantages, mask)
+    own, advantages = _log_ratio(log_probs, old_log_probs, mask), select(advantages, mask)
     clipped, sign = own.clamp(-low, high), advantages.sign()
     row_ratio = masked_mean(sign * torch.min(sign * own, sign * clipped), mask, dim=1).exp()
     loss = broadcast_rows(-masked_mean(advantages, mask, dim=1) * row_ratio, mask)

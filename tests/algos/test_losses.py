@@ -159,9 +159,11 @@ def test_more_padding_changes_no_row(name):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_huge_log_ratios_stay_finite_in_float32(name):
-    args = (t([-1.0, -200.0]).float(), t([-200.0, -1.0]).float(), t([1.0, -1.0]).float(), m([1, 1]))
+    log_probs = t([-1.0], [-1.0], [-200.0], [-200.0]).float().requires_grad_()
+    args = (log_probs, -201 - log_probs.detach(), t([1.0], [-1.0], [1.0], [-1.0]).float(), m([1], [1], [1], [1]))
     loss = POLICY_LOSSES[name](*args)[0]
     assert loss.dtype == torch.float32 and bool(loss.isfinite().all())
+    assert gradient(name, args).isfinite().all()
 
 
 @dataclass(frozen=True)
