@@ -5,7 +5,6 @@ the type of values to fit a column. Text files are indexed once and stay on disk
 """
 
 import csv
-import io
 import json
 import os
 from array import array
@@ -133,7 +132,7 @@ class CsvFile(_LineFile):
 
     def _parse(self, text: str, index: int) -> Row:
         assert self._header is not None, f"{self.name} has rows but no header"
-        cells = next(csv.reader(io.StringIO(text, newline=""), strict=True))
+        cells = next(csv.reader([text], strict=True))
         typed = (types[0](cell) if types else cell for types, cell in zip(self._types, cells, strict=True))
         return dict(zip(self._header, typed, strict=True))
 

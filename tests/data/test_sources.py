@@ -1,3 +1,4 @@
+import csv
 import json
 
 import pytest
@@ -299,6 +300,20 @@ def test_any_json_row_comes_back_equal(tmp_path, rows, as_array):
     path = tmp_path / "fuzz.json"
     path.write_text(json.dumps(rows) if as_array else "\n".join(map(json.dumps, rows)))
     assert json.dumps(list(rows_of(path))) == json.dumps(rows)
+
+
+@FUZZ
+@given(
+    cells=st.lists(
+        st.tuples(*[st.text(st.characters(codec="utf-8"), max_size=6) | st.integers().map(str)] * 2), min_size=1
+    )
+)
+def test_any_csv_cell_comes_back_as_written(tmp_path, cells):
+    """Whatever type a column gets, its text is that of the file."""
+    path = tmp_path / "fuzz.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([("input", "label"), *cells])
+    assert [tuple(map(str, row.values())) for row in rows_of(path)] == cells
 
 
 @FUZZ
