@@ -21,3 +21,4 @@ def quiet_libraries(*, is_main: bool) -> None:
     hf_logging.set_verbosity_error()
     if not is_main:
         hf_logging.disable_progress_bar()
+        logging.getLogger("spmdrl").setLevel(logging.ERROR)  # the main rank has said it

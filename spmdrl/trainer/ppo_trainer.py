@@ -72,7 +72,7 @@ class PPOTrainer:
             save_path=config.checkpoint.save_path,
             run_config=to_flat_dict(config),
             is_main=comm.is_main(),
-            total_steps=len(self.sampler),
+            total_steps=self.sizes.total_steps,
         )
         if comm.is_main():
             save_config(config, str(Path(config.checkpoint.save_path, "config.yaml")))
@@ -128,7 +128,7 @@ class PPOTrainer:
     # ---- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> None:
         batches = iter(self.sampler)
-        for step in range(1, len(self.sampler) + 1):
+        for step in range(1, self.sizes.total_steps + 1):
             samples = self.rollout(step, batches)  # this rank's responses, with rewards
             if not comm.any_rank(bool(samples)):
                 break
