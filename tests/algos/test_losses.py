@@ -179,12 +179,12 @@ def test_value_loss_gradients_agree_with_finite_differences(value_clip):
 
 
 def test_value_loss_by_hand():
-    args = (t([1.0, 1.0, NAN]), t([0.0, 0.9, NAN]), t([2.0, 2.0, NAN]), m([1, 1, 0]))
-    assert_close(value_loss(*args)[0], t([0.5, 0.5, 0.0]))
-    # the first is clipped to 0.2: (0.2 - 2)^2 / 2 = 1.62
+    args = (t([1.0, 1.0, 1.0, NAN]), t([0.0, 0.9, 0.0, NAN]), t([2.0, 2.0, 0.0, NAN]), m([1, 1, 1, 0]))
+    assert_close(value_loss(*args)[0], t([0.5, 0.5, 0.5, 0.0]))
+    # the first and third are clipped to 0.2: (0.2 - 2)^2 / 2 = 1.62, and 0.02, which is less than without the clip
     loss, metrics = value_loss(*args, value_clip=0.2)
-    assert_close(loss, t([1.62, 0.5, 0.0]))
-    assert metrics["critic/clip_frac"].tolist() == [[1, 0, 0]]
+    assert_close(loss, t([1.62, 0.5, 0.5, 0.0]))
+    assert metrics["critic/clip_frac"].tolist() == [[1, 0, 0, 0]]
     assert value_loss(t([NAN]), t([0.0]), t([0.0]), m([1]), value_clip=0.2)[0].isnan().all()
 
 
