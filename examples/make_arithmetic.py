@@ -1,9 +1,9 @@
-"""Sums and differences up to 20 as prompts with their answers, for the demo.
+"""Sums and differences of small numbers as prompts with their answers, for the demo.
 
     python examples/make_arithmetic.py OUT.jsonl --num 512 --seed 0
 
-One row a question: {"input": "What is 7 + 5? Answer with the number only.", "label": "12", "kind": "sum"}. Results are
-spread evenly from 0 to --largest, and nothing is negative. The same seed writes the same file.
+One row a question: {"input": "7 + 5 = ? Reply with just the number.", "label": "12", "kind": "sum"}. Both numbers are
+from 0 to --largest, so sums reach twice that; a difference is never negative. The same seed writes the same file.
 """
 
 import argparse
@@ -11,16 +11,19 @@ import json
 import random
 from pathlib import Path
 
-WORDING = "What is {left} {sign} {right}? Answer with the number only."
+WORDING = "{left} {sign} {right} = ? Reply with just the number."
 
 
 def make_row(rng: random.Random, largest: int) -> dict[str, str]:
-    """A sum with a result, or a difference with a minuend, of at most `largest`."""
-    top = rng.randint(0, largest)
-    part = rng.randint(0, top)
+    left, right = rng.randint(0, largest), rng.randint(0, largest)
     if rng.random() < 0.5:
-        return {"input": WORDING.format(left=part, sign="+", right=top - part), "label": str(top), "kind": "sum"}
-    return {"input": WORDING.format(left=top, sign="-", right=part), "label": str(top - part), "kind": "difference"}
+        return {"input": WORDING.format(left=left, sign="+", right=right), "label": str(left + right), "kind": "sum"}
+    left, right = max(left, right), min(left, right)
+    return {
+        "input": WORDING.format(left=left, sign="-", right=right),
+        "label": str(left - right),
+        "kind": "difference",
+    }
 
 
 def main() -> None:
@@ -28,7 +31,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--num", type=int, default=512, help="number of rows (512)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--largest", type=int, default=20, help="largest number in a question or an answer (20)")
+    parser.add_argument("--largest", type=int, default=10, help="largest number in a question (10)")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     rows = [make_row(rng, args.largest) for _ in range(args.num)]
