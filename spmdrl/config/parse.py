@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from spmdrl.config.flags import Flag, build, flags_of, nearest, to_flat_dict
 from spmdrl.config.foreign import ACCEPTED_ALIASES, NOT_YET, OTHER_NAMES, REFUSED
 from spmdrl.errors import UserError
+from spmdrl.launch import launched_world_size
 
 CONFIG_FILE = Flag("config", None, None, str)
 
@@ -32,7 +33,7 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config
         _print_help(cls)
     try:
         config = read_config(cls, argv)
-        config.validate(launched_world_size())
+        config.validate(launched_world_size(os.environ))
     except UserError as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         sys.exit(2)
@@ -165,17 +166,6 @@ def save_config(config: Any, path: str | Path) -> None:
 
     # ASCII with escapes: with allow_unicode PyYAML writes U+0085 in a way that it reads back as a space.
     Path(path).write_text(yaml.safe_dump(to_flat_dict(config), sort_keys=False), encoding="ascii")
-
-
-def launched_world_size() -> int:
-    """Ranks that the launcher started, from its environment variables; torchrun's and deepspeed's before Slurm's.
-
-    A broken value counts as 1 here and is reported where the ranks meet.
-    """
-    in_slurm_step = "SLURM_PROCID" in os.environ and "SLURM_STEP_ID" in os.environ
-    slurm = (os.environ.get("SLURM_STEP_NUM_TASKS") or os.environ.get("SLURM_NTASKS")) if in_slurm_step else None
-    size = os.environ.get("WORLD_SIZE") or slurm or "1"
-    return int(size) if size.isdigit() and int(size) > 0 else 1
 
 
 def _print_help(cls: type) -> NoReturn:

