@@ -1,5 +1,7 @@
 """Every recipe of docs/algorithms.md is a valid command line, and the tables there are the tables of the code."""
 
+import re
+
 import pytest
 
 from spmdrl.algos import advantages, corrections, kl, losses
