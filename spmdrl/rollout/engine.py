@@ -20,6 +20,7 @@ class SamplingOptions:
     min_new_tokens: int
     max_new_tokens: int
     stop: tuple[str, ...]
+    max_len: int | None = None  # most tokens of prompt and response together
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> "SamplingOptions":
@@ -30,7 +31,12 @@ class SamplingOptions:
             min_new_tokens=config.generate_min_len,
             max_new_tokens=config.generate_max_len,
             stop=tuple(config.stop),
+            max_len=config.max_len,
         )
+
+    def room_after(self, prompt_len: int) -> int:
+        """Most tokens of a response to a prompt of that many."""
+        return min(self.max_new_tokens, (self.max_len or prompt_len + self.max_new_tokens) - prompt_len)
 
 
 @dataclass(frozen=True)

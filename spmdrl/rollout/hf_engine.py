@@ -9,6 +9,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
+    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -57,24 +58,23 @@ class HFEngine:
         prompt = torch.tensor([list(r.prompt_ids) for r in batch], device=self.device)
         greedy = options.temperature == 0
         sampler = _SeededSampler([r.seed for r in batch], self.device, greedy=greedy)
-        criteria = StoppingCriteriaList()
-        if options.stop:
-            criteria.append(StopStringCriteria(self.tokenizer, list(options.stop)))
+        stops = _StopStrings(self.tokenizer, options, prompt.shape[1]) if options.stop else None
         out = self.model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=False,
-            max_new_tokens=options.max_new_tokens,
+            max_new_tokens=options.room_after(prompt.shape[1]),
             eos_token_id=self.eos_ids or None,
             pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
             logits_processor=LogitsProcessorList([*self._processors(options, prompt.shape[1]), sampler]),
-            stopping_criteria=criteria,
+            stopping_criteria=StoppingCriteriaList([stops] if stops else []),
             temperature=1.0,
             top_p=1.0,
             top_k=0,
             repetition_penalty=1.0,
         )
-        ended = [self._end(row, criteria) for row in out[:, prompt.shape[1] :]]
+        stopped = stops.ends if stops and stops.ends is not None else torch.zeros(len(batch))
+        ended = [self._end(out[i, prompt.shape[1] :].tolist(), int(stopped[i])) for i in range(len(batch))]
         log_probs = torch.stack(sampler.log_probs, dim=1)
         return [
             Completion(out[i, prompt.shape[1] :][:n].tolist(), log_probs[i, :n].tolist(), reason)
@@ -95,12 +95,11 @@ class HFEngine:
             steps.append(TopPLogitsWarper(options.top_p))
         return steps
 
-    def _end(self, response: Tensor, criteria: StoppingCriteriaList) -> tuple[int, str]:
-        """(length, finish reason) of one generated row, whose tail after its end is padding."""
-        for n in range(1, len(response) + 1):
-            if int(response[n - 1]) in self.eos_ids or (len(criteria) and bool(criteria(response[None, :n], None)[0])):
-                return n, "stop"
-        return len(response), "length"
+    def _end(self, response: list[int], stopped: int) -> tuple[int, str]:
+        """(length, finish reason) of a generated row, padded after its end; `stopped`: where a stop string ended it."""
+        at_eos = next((n for n, token in enumerate(response, start=1) if token in self.eos_ids), 0)
+        ends = [n for n in (at_eos, stopped) if n]
+        return (min(ends), "stop") if ends else (len(response), "length")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         copy_into(self.model, weights)
@@ -116,6 +115,24 @@ class HFEngine:
     def wake_up(self, tags: Sequence[str]) -> None:
         if "weights" in tags:
             self.model.to(self.device)
+
+
+class _StopStrings(StoppingCriteria):
+    """Ends rows whose response, not the prompt before it, ends in a stop string; after --generate_min_len tokens."""
+
+    def __init__(self, tokenizer: Any, options: SamplingOptions, prompt_len: int):
+        self.inner = StopStringCriteria(tokenizer, list(options.stop))
+        self.prompt_len, self.min_len = prompt_len, options.min_new_tokens
+        self.ends: Tensor | None = None  # (rows,) response length up to the first stop string, 0 without one
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        response = input_ids[:, self.prompt_len :]
+        found = self.inner(response, scores)
+        if self.min_len > 1 and response.shape[1] <= self.min_len:
+            found = torch.zeros_like(found)
+        ends = torch.zeros_like(found, dtype=torch.int64) if self.ends is None else self.ends
+        self.ends = torch.where(found & (ends == 0), response.shape[1], ends)
+        return found
 
 
 class _SeededSampler(LogitsProcessor):

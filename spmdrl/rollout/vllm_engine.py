@@ -81,7 +81,8 @@ class VLLMEngine:
         if not flat:
             return []
         prompts: Any = [{"prompt_token_ids": list(r.prompt_ids)} for r in flat]
-        outputs = self.llm.generate(prompts, [_sampling_params(r.seed, options) for r in flat], use_tqdm=False)
+        params = [_sampling_params(r, options) for r in flat]
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
         mine = 0 if self.group is None else comm.rank() % self.tp
         start = sum(len(share) for share in pooled[:mine])
         return [_completion(out.outputs[0]) for out in outputs[start : start + len(pooled[mine])]]
@@ -90,8 +91,10 @@ class VLLMEngine:
         """Replace all weights in place. vLLM's layer-wise reload serves both its GPU and its CPU build, whose linear
         layers keep repacked weights only."""
         sent: set[str] = set()
-        self.llm.collective_rpc(_reload, args=(self._checked(weights, sent),))
+        not_loaded = self.llm.collective_rpc(_reload, args=(self._checked(weights, sent),))
         check_names(sent, self.expected)
+        if any(not_loaded):
+            raise RuntimeError(f"weight sync: vLLM's own weights were not loaded: {sorted(not_loaded[0])[:8]}")
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]], sent: set[str]) -> Iterator[tuple[str, Tensor]]:
         """Record names; an unknown one never reaches vLLM, which would stop there without naming what is missing."""
@@ -112,8 +115,8 @@ class VLLMEngine:
             self.llm.wake_up(tags=list(tags))
 
 
-def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Runs on vLLM's worker: its `reload_weights`, with an error instead of a warning for what was not loaded."""
+def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+    """Runs on vLLM's worker: its `reload_weights`, but returns the names of its own weights that were not loaded."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.get_model()
@@ -121,25 +124,38 @@ def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     initialize_layerwise_reload(model)
     loaded = model.load_weights(weights)
     finalize_layerwise_reload(model, worker.vllm_config.model_config)
-    if loaded is not None and wanted - loaded:
-        raise RuntimeError(f"weight sync: vLLM's own weights were not loaded: {sorted(wanted - loaded)[:8]}")
+    _repack_tied(model)
+    return set() if loaded is None else wanted - loaded
 
 
-def _sampling_params(seed: int, options: SamplingOptions) -> Any:
+def _repack_tied(model: Any) -> None:
+    """The CPU build multiplies by a packed copy of each weight. An LM head that is tied gets no weight of its own in
+    a reload, so vLLM would leave its copy as it was."""
+    owners: dict[int, list[Any]] = {}
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear") and hasattr(layer, "quant_method"):
+            owners.setdefault(id(layer.weight), []).append(layer)
+    for layers in owners.values():
+        for layer in layers if len(layers) > 1 else []:
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def _sampling_params(request: Request, options: SamplingOptions) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(
         n=1,
-        seed=seed,
+        seed=request.seed,
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
         min_tokens=options.min_new_tokens if options.min_new_tokens > 1 else 0,
-        max_tokens=options.max_new_tokens,
+        max_tokens=options.room_after(len(request.prompt_ids)),
         stop=list(options.stop) or None,
         include_stop_str_in_output=True,
         logprobs=0,
         detokenize=bool(options.stop),
+        skip_special_tokens=False,  # a stop string may be one
     )
 
 

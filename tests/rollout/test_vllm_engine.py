@@ -1,0 +1,116 @@
+"""Sampling with vLLM's CPU build, in a process of its own: one start for all questions."""
+
+import importlib.util
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.rollout import contract
+from tests.rollout.contract import FREE, REQUESTS, EngineContract
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+SMALL = {"vllm_kv_cache_gb": 1, "enforce_eager": True}
+engines = []  # vLLM's state is the process's: engines live as long as it does
+
+
+def build(path, dtype=torch.float32, max_len=contract.MAX_LEN, **options):
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    from spmdrl.config import ModelConfig, RolloutConfig
+    from spmdrl.models.loading import checkpoint_weight_names
+    from spmdrl.rollout.vllm_engine import VLLMEngine
+
+    engine = VLLMEngine(
+        path,
+        RolloutConfig(**SMALL, **options),
+        dtype=dtype,
+        max_len=max_len,
+        max_samples=64,
+        weight_names=checkpoint_weight_names(ModelConfig(pretrain=path)),
+    )
+    engines.append(engine)
+    return engine
+
+
+def load(path, dtype=torch.float32):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+def ask_all(paths):
+    """One process, several engines: the contract's questions of the first, and what differs of the others."""
+    torch_threads = torch.get_num_threads()
+    engine = build(paths["fp32"], enable_prefix_caching=True)
+    out = contract.ask(engine, load(paths["fp32"]))
+    out["threads"] = torch_threads, torch.get_num_threads()
+    for name in ("tied bf16", "tied fp32", "gpt2"):
+        dtype = torch.bfloat16 if "bf16" in name else torch.float32
+        model, engine = load(paths[name], dtype), build(paths[name], dtype)
+        sent = list(contract.perturbed(model, scale=0.02).items())
+        engine.load_weights(iter(sent))
+        out[name] = {
+            "sent": [n for n, _ in sent],
+            "completions": engine.generate(REQUESTS, replace(FREE, max_len=None)),
+        }
+    try:
+        build(paths["fp32"], max_len=10_000)
+    except ValueError as error:
+        out["unsupported"] = str(error)
+    return out
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "fp32": contract.write_model(folder / "fp32"),
+        "tied bf16": contract.write_model(folder / "tied", "qwen2", tie=True, dtype="bfloat16"),
+        "tied fp32": contract.write_model(folder / "tied32", "llama", tie=True),
+        "gpt2": contract.write_model(folder / "gpt2", "gpt2", tie=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def answers(paths):
+    return run_ranks(1, ask_all, paths, timeout=280)[0]
+
+
+@pytest.fixture(scope="module")
+def model(paths):
+    return load(paths["fp32"]).eval()
+
+
+class TestVLLMEngine(EngineContract):
+    tolerance = 1e-4
+
+
+def test_training_keeps_its_threads(answers):
+    before, after = answers["threads"]
+    assert before == after
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("gpt2", 1e-4), ("tied fp32", 1e-4), ("tied bf16", 0.3)])
+def test_other_models_get_the_trainers_weights(answers, paths, name, tolerance):
+    """Tied embeddings are sent once, under the name of the first; GPT-2's weights are transposed by vLLM."""
+    dtype = torch.bfloat16 if "bf16" in name else torch.float32
+    own = load(paths[name], dtype)
+    own.load_state_dict(contract.perturbed(own, scale=0.02), strict=False)
+    assert "lm_head.weight" not in answers[name]["sent"]
+    assert len(answers[name]["sent"]) == len(set(answers[name]["sent"]))
+    gaps = []
+    for request, completion in zip(REQUESTS, answers[name]["completions"], strict=True):
+        expected = contract.filtered_log_probs(contract.logits_of(own, request.prompt_ids, completion), FREE)
+        picked = expected.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        gaps.append((torch.tensor(completion.log_probs).double() - picked).abs())
+    assert torch.cat(gaps).max() < tolerance
+
+
+def test_a_model_that_vllm_cannot_run_is_refused_with_a_way_out(answers):
+    assert "--engine vllm cannot run" in answers["unsupported"]
+    assert "try --engine hf" in answers["unsupported"]
