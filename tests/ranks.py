@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.distributed.comm import free_port
+from spmdrl.launch import free_port
 
 
 def _main(fn: Callable, rank: int, world_size: int, port: int, results: Any, args: tuple) -> None:

@@ -1,8 +1,6 @@
 """Process group and collectives. Everything here is called by every rank, in the same order."""
 
 import os
-import socket
-import subprocess
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,91 +9,54 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.errors import UserError
+from spmdrl.launch import launch_environment
 
 T = TypeVar("T")
+MEETING_TIMEOUT = timedelta(minutes=10)  # from the first rank's start to the last one's
 COLLECTIVE_TIMEOUT = timedelta(minutes=60)
 
 
-def launch_environment(environ: dict[str, str], local_rank_flag: int = -1) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for whatever launcher started this process.
+def meet(local_rank_flag: int = -1) -> dist.Store:
+    """Complete the launcher's variables and wait for the other ranks at MASTER_ADDR:MASTER_PORT.
 
-    torchrun's and deepspeed's variables win over Slurm's; without either this is one rank on a free port. An address
-    or port that the launcher gave is kept. Raises UserError where the variables contradict one another.
+    Returns the store in which ranks find one another's addresses. One rank alone needs no port.
     """
-    env = {k: environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if k in environ}
-    if ("RANK" in env) != ("WORLD_SIZE" in env):
-        raise UserError(
-            "only one of RANK and WORLD_SIZE is set: start with torchrun, deepspeed or srun, or unset both"
-        )
-    if "RANK" not in env and "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
-        env |= _from_slurm(environ, env)
-    env.setdefault("RANK", "0")
-    env.setdefault("WORLD_SIZE", "1")
-    env.setdefault("LOCAL_RANK", str(local_rank_flag) if local_rank_flag >= 0 else env["RANK"])
-    env.setdefault("MASTER_ADDR", "127.0.0.1")
-    if "MASTER_PORT" not in env:
-        if env["WORLD_SIZE"] != "1":
-            raise UserError(
-                f"WORLD_SIZE is {env['WORLD_SIZE']} but MASTER_PORT is not set: use torchrun, deepspeed or srun"
-            )
-        env["MASTER_PORT"] = str(free_port())
-    rank, world, local = (_as_int(env, key) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if not 0 <= rank < world or local < 0:
-        raise UserError(f"RANK {rank}, LOCAL_RANK {local} and WORLD_SIZE {world} do not fit together")
-    if local_rank_flag >= 0 and local_rank_flag != local:
-        raise UserError(f"--local_rank {local_rank_flag} contradicts LOCAL_RANK {local} in the environment")
-    return env
-
-
-def _from_slurm(environ: dict[str, str], given: dict[str, str]) -> dict[str, str]:
-    """Rank variables of a `srun` task. The port follows from the job and step, so two jobs on a host differ."""
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "localhost"
-    job, step = int(environ.get("SLURM_JOB_ID", "0")), int(environ.get("SLURM_STEP_ID", "0"))
-    return {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ.get("SLURM_STEP_NUM_TASKS") or environ["SLURM_NTASKS"],
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "MASTER_ADDR": given.get("MASTER_ADDR") or _first_host(nodes),
-        "MASTER_PORT": given.get("MASTER_PORT") or str(20000 + (job * 31 + step) % 20000),
-    }
-
-
-def _first_host(nodes: str) -> str:
-    """First host of a Slurm node list such as `gpu[03-05],gpu9`; plain lists need no `scontrol`."""
-    if "[" not in nodes:
-        return nodes.split(",")[0]
+    os.environ.update(launch_environment(os.environ, local_rank_flag))
+    if os.environ["WORLD_SIZE"] == "1":
+        return dist.HashStore()
+    where = f"MASTER_ADDR:MASTER_PORT {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        listed = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
+        store, _, _ = next(dist.rendezvous("env://", timeout=MEETING_TIMEOUT))
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(f"{where} is taken by another program: give the launcher another port") from None
         raise UserError(
-            f"cannot expand the Slurm node list {nodes!r} with scontrol ({error}): set MASTER_ADDR"
-        ) from error
-    return listed.stdout.split()[0]
+            f"the {os.environ['WORLD_SIZE']} ranks (WORLD_SIZE) did not meet at {where} within "
+            f"{MEETING_TIMEOUT.total_seconds():.0f} s: {str(error).splitlines()[0]}"
+        ) from None
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    return store
 
 
-def _as_int(env: dict[str, str], key: str) -> int:
-    try:
-        return int(env[key])
-    except ValueError:
-        raise UserError(f"{key}={env[key]!r} in the environment is not a number") from None
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def init(local_rank_flag: int = -1) -> None:
-    """Join the process group: nccl for CUDA tensors and gloo for CPU tensors, or gloo alone without a GPU."""
-    os.environ.update(launch_environment(dict(os.environ), local_rank_flag))
+def join(store: dist.Store) -> None:
+    """Make the process group: nccl for CUDA tensors and gloo for CPU tensors, or gloo alone without a GPU."""
     if torch.cuda.is_available():
         local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= count:
             raise UserError(f"LOCAL_RANK {local} has no GPU: this host shows {count}. Start {count} processes a host")
         torch.cuda.set_device(local)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+
+
+def init(local_rank_flag: int = -1) -> None:
+    """Meet the other ranks and join them in a process group."""
+    join(meet(local_rank_flag))
 
 
 def is_initialized() -> bool:

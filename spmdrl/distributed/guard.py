@@ -1,4 +1,4 @@
-"""One rank fails, all stop: run a program so that every rank ends soon, with the real error printed once."""
+"""One rank fails, all stop: run a program so that every rank ends within seconds, with the real error printed once."""
 
 import os
 import sys
@@ -6,114 +6,105 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
-
-import torch.distributed as dist
+from typing import NoReturn
 
 from spmdrl.distributed import comm
+from spmdrl.distributed.peers import Failure, Peers
 from spmdrl.errors import UserError
 
-POLL_S = 0.5
-GRACE_S = 3.0
+PATIENCE_S = 1.0  # for the cause of an error that may only be its consequence
+GRACE_S = 2.0  # for the others' last lines, and for launchers to see first who failed first
+TOLD_CHARS = 500
+
 _phase = "start-up"
+_peers: Peers | None = None
+_ending = threading.Lock()  # whoever takes it prints this rank's last line and ends the process
 
 
 def set_phase(name: str) -> None:
     """Name what this rank is doing, for error messages."""
     global _phase
+    if _peers and name != _phase:
+        _peers.tell_phase(name)
     _phase = name
 
 
-def run(program: Callable[[], None], local_rank_flag: int = -1) -> None:
+def run(program: Callable[[], None], local_rank_flag: int = -1) -> NoReturn:
     """Join the process group, run `program` on this rank and leave; on any error end this process and its peers.
 
-    Exit codes: 2 for a UserError (one line), 1 for anything else (traceback) and for a rank whose peer failed.
-    The process leaves by `os._exit`: destroying a process group whose peers are gone can block for minutes.
+    Exit codes: 2 for a UserError (one line), 1 for any other error (traceback), and the failed rank's for its peers.
+    The process leaves by `os._exit`: the libraries' exit handlers wait for process groups whose members are gone.
     """
     try:
-        comm.init(local_rank_flag)
-        watch = _PeerWatch() if comm.world_size() > 1 else None
+        _join(local_rank_flag)
         program()
         set_phase("leaving")
         comm.barrier()
-        if watch:
-            watch.stop()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)  # the exit handlers of the libraries destroy one another's process groups
+        if _peers:
+            _peers.leave()
+        _exit(0)
     except UserError as error:
-        cause = error.__cause__
-        if cause is not None and getattr(error, "show_cause", False):
-            traceback.print_exception(cause, file=sys.stderr)
-        _fail(f"error: {error}", code=2)
+        shown = error.__cause__ if getattr(error, "show_cause", False) else None
+        details = "".join(traceback.format_exception(shown)) if shown else ""
+        _fail(f"failed in {_phase}: {error}", code=2, details=details, line=f"error: {error}")
     except KeyboardInterrupt:
         _fail(f"interrupted in {_phase}", code=130)
     except SystemExit as error:
-        if error.code not in (None, 0):
-            _fail(f"error: {error.code}", code=error.code if isinstance(error.code, int) else 1)
-        raise
-    except BaseException:
-        _fail(f"failed in {_phase}", code=1, details=traceback.format_exc())
+        code = error.code if isinstance(error.code, int) and error.code else 1
+        _fail(f"failed in {_phase}: sys.exit({error.code!r}) before the end of the run", code=code)
+    except BaseException as error:
+        if isinstance(error, RuntimeError) and _peers and _peers.known.wait(2 * PATIENCE_S):
+            _wait_for_the_end()  # a collective failed because a peer did
+        summary = traceback.format_exception_only(error)[-1]
+        _fail(f"failed in {_phase}: {summary}", code=1, details=traceback.format_exc())
 
 
-def _fail(message: str, code: int, details: str = "") -> None:
+def _join(local_rank_flag: int) -> None:
+    global _peers
+    store = comm.meet(local_rank_flag)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size > 1:
+        peers = Peers(rank, world_size, _stop)
+        peers.connect(store, comm.MEETING_TIMEOUT.total_seconds())
+        _peers = peers
+    comm.join(store)
+
+
+def _fail(text: str, *, code: int, details: str = "", line: str | None = None) -> NoReturn:
     """Tell the peers, print, and end this process without waiting for anybody."""
-    first = _PeerWatch.announce(message)
-    where = f"[rank {comm.rank()}] " if comm.world_size() > 1 else ""
-    if first:
-        sys.stderr.write(f"{details}{where}{message}\n")
-    else:
-        sys.stderr.write(f"{where}{details.strip().splitlines()[-1] if details else message}\n")
+    if not _ending.acquire(blocking=False):
+        _wait_for_the_end()
+    first = _peers is None or _peers.fail(_one_line(text)[:TOLD_CHARS], code)
+    sys.stderr.write(f"{details if first else ''}{_prefix()}{_one_line(line or text)}\n")
+    if _peers:
+        time.sleep(GRACE_S)
+    _exit(code)
+
+
+def _stop(failure: Failure) -> None:
+    """End this process because of a peer's failure; runs in a thread, whatever the main one is doing."""
+    if failure.raised:
+        time.sleep(PATIENCE_S)  # an error of our own, often the same one, may be on its way
+    if _ending.acquire(blocking=False):
+        sys.stderr.write(f"{_prefix()}stopped in {_phase}: rank {failure.rank} {failure.text}\n")
+        time.sleep(GRACE_S)
+        _exit(failure.code)
+
+
+def _wait_for_the_end() -> NoReturn:
+    while True:  # until _stop has ended this process
+        time.sleep(60)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _prefix() -> str:
+    return f"[rank {os.environ.get('RANK', '0')}] " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
+def _exit(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    if comm.rank() == 0 and comm.world_size() > 1:
-        time.sleep(GRACE_S)  # rank 0 serves the store in which the peers read why they stop
     os._exit(code)
-
-
-class _PeerWatch(threading.Thread):
-    """Polls the rendezvous store for a peer's failure: a rank inside a collective cannot notice it by itself."""
-
-    KEY = "spmdrl/failed"
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True, name="peer-watch")
-        self._stopped = threading.Event()
-        self._store = _own_store()
-        self.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join(timeout=2 * POLL_S)
-
-    def run(self) -> None:
-        while not self._stopped.wait(POLL_S):
-            try:
-                message = self._store.get(self.KEY).decode() if self._store.check([self.KEY]) else None
-            except (RuntimeError, dist.DistStoreError):
-                message = "rank 0 is gone"
-            if message and not self._stopped.is_set():
-                time.sleep(GRACE_S / 2)  # leave the failing rank, and an error of our own, time to be printed
-                sys.stderr.write(f"[rank {comm.rank()}] stopped in {_phase}: {message}\n")
-                sys.stderr.flush()
-                os._exit(1)
-
-    @classmethod
-    def announce(cls, message: str) -> bool:
-        """Record this rank's failure; True when it is the first one of the run."""
-        if comm.world_size() == 1:
-            return True
-        try:
-            store = _own_store()
-            first = store.add(cls.KEY + "/count", 1) == 1
-            if first:
-                store.set(cls.KEY, f"rank {comm.rank()}: {message}")
-            return first
-        except (RuntimeError, dist.DistStoreError):
-            return True
-
-
-def _own_store() -> dist.Store:
-    """A connection of our own to the rendezvous store: the group's own client may be inside a blocking wait."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10), wait_for_workers=False)
