@@ -26,9 +26,15 @@ class Collector:
         return self._sample(prompts, group_ids, step=0, n=1, options=replace(self.options, temperature=0.0))
 
     def collect_probe(self, prompts: Sequence[Prompt]) -> list[Sample]:
-        """A short response to each prompt, the same at every step, for comparing log-probs."""
+        """A short response to each prompt, the same at every step, for comparing log-probs: nothing is cut away from
+        the distribution, since the trainer's log-probs are those of the whole one."""
         options = replace(
-            self.options, max_new_tokens=min(PROBE_TOKENS, self.options.max_new_tokens), min_new_tokens=1, stop=()
+            self.options,
+            max_new_tokens=min(PROBE_TOKENS, self.options.max_new_tokens),
+            min_new_tokens=1,
+            stop=(),
+            top_p=1.0,
+            top_k=-1,
         )
         return self._sample(prompts, range(len(prompts)), step=0, n=1, options=options)
 

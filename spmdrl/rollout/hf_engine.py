@@ -96,7 +96,7 @@ class HFEngine:
         return steps
 
     def _end(self, response: list[int], stopped: int) -> tuple[int, str]:
-        """(length, finish reason) of a generated row, padded after its end; `stopped`: where a stop string ended it."""
+        """(length, finish reason) of a row, padded after its end; `stopped`: its length up to a stop string, or 0."""
         at_eos = next((n for n, token in enumerate(response, start=1) if token in self.eos_ids), 0)
         ends = [n for n in (at_eos, stopped) if n]
         return (min(ends), "stop") if ends else (len(response), "length")
