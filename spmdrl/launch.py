@@ -56,13 +56,6 @@ def is_slurm_task(environ: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in environ and not in_batch_script
 
 
-def launched_world_size(environ: Mapping[str, str]) -> int:
-    """Number of ranks that the launcher started. A broken value counts as 1: the error comes where the ranks meet."""
-    slurm = _slurm_num_tasks(environ) if is_slurm_task(environ) else None
-    size = environ.get("WORLD_SIZE") or slurm or "1"
-    return int(size) if size.isdigit() and int(size) > 0 else 1
-
-
 def _slurm_num_tasks(environ: Mapping[str, str]) -> str | None:
     return environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS")
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from spmdrl.config.flags import Flag, build, flags_of, nearest, to_flat_dict
 from spmdrl.config.foreign import ACCEPTED_ALIASES, NOT_YET, OTHER_NAMES, REFUSED
 from spmdrl.errors import UserError
-from spmdrl.launch import launched_world_size
+from spmdrl.launch import launch_environment
 
 CONFIG_FILE = Flag("config", None, None, str)
 
@@ -33,7 +33,7 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None) -> Config
         _print_help(cls)
     try:
         config = read_config(cls, argv)
-        config.validate(launched_world_size(os.environ))
+        config.validate(int(launch_environment(os.environ)["WORLD_SIZE"]))
     except UserError as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         sys.exit(2)

@@ -1,6 +1,7 @@
 """Process group and collectives. Everything here is called by every rank, in the same order."""
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -52,6 +53,14 @@ def join(store: dist.Store) -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=COLLECTIVE_TIMEOUT,
     )
+    _share_cores()
+
+
+def _share_cores() -> None:
+    """Each rank of a host computes with its share of the cores, unless OMP_NUM_THREADS, which torchrun sets, says."""
+    num_ranks = all_gather_object(socket.gethostname()).count(socket.gethostname())
+    if "OMP_NUM_THREADS" not in os.environ and num_ranks > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
 
 
 def init(local_rank_flag: int = -1) -> None:

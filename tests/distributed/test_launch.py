@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from spmdrl.errors import UserError
-from spmdrl.launch import first_host, is_slurm_task, launch_environment, launched_world_size
+from spmdrl.launch import first_host, is_slurm_task, launch_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -169,21 +169,6 @@ def test_deepspeeds_default_port_is_kept_where_its_launcher_is_not_found_or_rank
     assert launch_environment(DEEPSPEED)["MASTER_PORT"] == "29500"  # this test runs under no launcher
     two_nodes = {**DEEPSPEED, "WORLD_SIZE": "4", "CROSS_SIZE": "2"}
     assert launch_environment(two_nodes)["MASTER_PORT"] == "29500"
-
-
-@pytest.mark.parametrize(
-    ("environ", "size"),
-    [
-        ({}, 1),
-        (TORCHRUN, 4),
-        (SRUN, 8),
-        ({**SRUN, **TORCHRUN}, 4),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "ENVIRONMENT": "BATCH"}, 1),
-        ({"WORLD_SIZE": "four", "RANK": "0"}, 1),
-    ],
-)
-def test_the_world_size_is_known_before_the_ranks_meet(environ, size):
-    assert launched_world_size(environ) == size
 
 
 def test_reading_the_variables_needs_no_torch():
