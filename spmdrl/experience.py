@@ -67,7 +67,7 @@ def make_sample(
     before = len(prompt_ids) - 1
     return Sample(
         sequence=torch.tensor([*prompt_ids, *response_ids], dtype=torch.int64),
-        action_mask=torch.tensor([False] * before + [True] * len(response_ids)),
+        action_mask=torch.tensor([False] * before + [True] * len(response_ids), dtype=torch.bool),
         rollout_log_probs=torch.tensor([0.0] * before + list(log_probs), dtype=torch.float32),
         **rest,
     )
@@ -100,13 +100,18 @@ def pad(rows: Iterable[Tensor], length: int) -> Tensor:
     return out
 
 
-def collate(samples: Sequence[Sample]) -> Experience:
-    """Pad samples to the longest of them. No samples give an experience without actions, which trains nothing but
-    takes part in every collective of a forward and backward."""
+def collate(samples: Sequence[Sample], like: Sample | None = None) -> Experience:
+    """Pad samples to the longest of them, at least 2 tokens, so that there is a next-token step.
+
+    No samples give an experience without actions, which trains nothing but takes part in every collective of a
+    forward and backward; it has the fields that `like` has.
+    """
     if not samples:
-        return Experience(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.bool), **_empty_fields())
-    length = max(s.num_tokens for s in samples)
-    tokens: dict[str, Tensor] = {}
+        names = [name for name in TOKEN_FIELDS if like is not None and getattr(like, name) is not None]
+        tokens = {name: torch.zeros(1, 1) for name in names}
+        return Experience(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.bool), **tokens)
+    length = max(2, *(s.num_tokens for s in samples))
+    tokens = {}
     for name in TOKEN_FIELDS:
         rows = [row for s in samples if (row := getattr(s, name)) is not None]
         assert len(rows) in (0, len(samples)), f"{name} is set on {len(rows)} of {len(samples)} samples"
@@ -117,10 +122,6 @@ def collate(samples: Sequence[Sample]) -> Experience:
         action_mask=pad((s.action_mask for s in samples), length - 1),
         **tokens,
     )
-
-
-def _empty_fields() -> dict[str, Tensor]:
-    return {name: torch.zeros(1, 1) for name in TOKEN_FIELDS}
 
 
 def scatter(samples: Sequence[Sample], name: str, values: Tensor) -> None:

@@ -54,7 +54,7 @@ class PolicyUpdate:
         )
         sums: dict[str, Tensor] = {}
         for batch in plan[comm.rank()]:
-            exp = collate([samples[i] for i in batch]).to(comm.device())
+            exp = collate([samples[i] for i in batch], like=samples[0]).to(comm.device())
             loss, metrics = self.loss(engine, exp, counts, kl_coef=kl_coef)
             self.strategy.backward(engine, loss)
             for name, value in metrics.items():
@@ -101,9 +101,12 @@ class PolicyUpdate:
         return log_probs.detach() if exp.log_probs is None else exp.log_probs
 
     def _kl_metrics(self, log_probs: Tensor, exp: Experience, mask: Tensor) -> dict[str, Tensor]:
-        """KL to the reference: the estimate that is trained on, and k1 and k3 always."""
+        """KL to the reference: the estimate that is trained on, and k1 and k3 always. In the reward it is the KL of the
+        policy that sampled."""
         if exp.ref_log_probs is None:
             return {}
+        if not self.use_kl_loss and exp.log_probs is not None:
+            log_probs = exp.log_probs
         estimates = {"policy/kl": self.kl, "policy/kl_k1": KL_ESTIMATORS["k1"], "policy/kl_k3": KL_ESTIMATORS["k3"]}
         return {name: kl(log_probs, exp.ref_log_probs, mask) for name, kl in estimates.items()}
 
