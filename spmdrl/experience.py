@@ -104,10 +104,10 @@ def collate(samples: Sequence[Sample], like: Sample | None = None) -> Experience
     """Pad samples to the longest of them, at least 2 tokens, so that there is a next-token step.
 
     No samples give an experience without actions, which trains nothing but takes part in every collective of a
-    forward and backward; it has the fields that `like` has.
+    forward and backward; it has every field, or those that `like` has.
     """
     if not samples:
-        names = [name for name in TOKEN_FIELDS if like is not None and getattr(like, name) is not None]
+        names = [name for name in TOKEN_FIELDS if like is None or getattr(like, name) is not None]
         tokens = {name: torch.zeros(1, 1) for name in names}
         return Experience(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.bool), **tokens)
     length = max(2, *(s.num_tokens for s in samples))

@@ -95,6 +95,7 @@ def test_a_batch_of_no_samples_has_no_actions_and_the_fields_of_the_others():
     assert exp.sequences.shape == (1, 2)
     assert exp.rollout_log_probs is not None
     assert exp.ref_log_probs is None
+    assert collate([]).ref_log_probs is not None  # where nobody has samples to go by
 
 
 def test_masking_truncated_responses_keeps_their_sampled_length():
