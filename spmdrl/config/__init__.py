@@ -9,6 +9,7 @@ from spmdrl.config.ppo import PPOConfig
 from spmdrl.config.sections import (
     AlgoConfig,
     CheckpointConfig,
+    CriticConfig,
     DeepSpeedConfig,
     ModelConfig,
     OptimConfig,
@@ -23,6 +24,7 @@ __all__ = [
     "AlgoConfig",
     "BatchSizes",
     "CheckpointConfig",
+    "CriticConfig",
     "DeepSpeedConfig",
     "ModelConfig",
     "OptimConfig",

@@ -19,6 +19,7 @@ def check_flags(config: PPOConfig) -> None:
     check_batches(config)
     check_lengths(config)
     check_estimator(config)
+    check_critic(config)
     check_kl(config)
     check_old_log_probs(config)
     check_unread_settings(config)
@@ -43,9 +44,10 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
         _AT_LEAST_1,
     ),
-    **dict.fromkeys(("max_norm", "l2", "actor_learning_rate", "init_kl_coef", "entropy_coef"), _NOT_NEGATIVE),
-    **dict.fromkeys(("overlong_penalty_factor",), _NOT_NEGATIVE),
-    **dict.fromkeys(("eps_clip", "kl_target", "rollout_token_cap", "sapo_tau_pos", "sapo_tau_neg"), _POSITIVE),
+    **dict.fromkeys(("max_norm", "l2", "init_kl_coef", "entropy_coef", "overlong_penalty_factor"), _NOT_NEGATIVE),
+    **dict.fromkeys(("actor_learning_rate", "critic_learning_rate"), _NOT_NEGATIVE),
+    **dict.fromkeys(("eps_clip", "value_clip", "kl_target", "rollout_token_cap"), _POSITIVE),
+    **dict.fromkeys(("sapo_tau_pos", "sapo_tau_neg"), _POSITIVE),
     **dict.fromkeys(("gamma", "lambd", "lr_warmup_ratio", "min_lr_ratio"), _SHARE),
     **dict.fromkeys(("reward_clip_range", "rollout_correction_range", "dynamic_filtering_range"), _ASCENDING),
     "temperature": (lambda x: x > 0, "above 0: a greedy choice has no probability to train"),
@@ -118,6 +120,19 @@ def check_estimator(config: PPOConfig) -> None:
         raise UserError(
             f"--dynamic_filtering judges groups of samples: it needs --n_samples_per_prompt 2 or more, got {n}"
         )
+
+
+def check_critic(config: PPOConfig) -> None:
+    """Flags of the critic are refused where there is none."""
+    if config.needs_critic:
+        return
+    values = values_of(config)
+    for name, flag in flags_of(type(config)).items():
+        if (flag.section == "critic" or name == "lambd") and values[name] != flag.default:
+            raise UserError(
+                f"--{name} is for a critic, and --advantage_estimator {config.algo.advantage_estimator} has none: "
+                f"drop it, or take --advantage_estimator gae"
+            )
 
 
 def check_kl(config: PPOConfig) -> None:

@@ -1,6 +1,5 @@
 """Flags of OpenRLHF's train_ppo.py and of its Ray twin that are no flags here, each with what to do instead."""
 
-_CRITIC = "there is no critic yet; take an --advantage_estimator that needs none, such as group_norm, and drop it"
 _LORA = "train all weights, with --zero_stage 3 and --adam_offload where memory is short"
 _CHECKPOINT = "only the final model is saved, in --save_path; drop it"
 _PTX = "no language-model loss is mixed in; drop it"
@@ -23,12 +22,6 @@ NOT_YET: dict[str, str] = {
     "pretrain_data": _PTX,
     "pretrain_data_probs": _PTX,
     "pretrain_split": _PTX,
-    "value_clip": _CRITIC,
-    "critic_pretrain": _CRITIC,
-    "critic_learning_rate": _CRITIC,
-    "freezing_actor_steps": _CRITIC,
-    "save_value_network": _CRITIC,
-    "value_head_prefix": _CRITIC,
     "reward_pretrain": "rewards come from Python; call the model in --reward_func path.py:name",
     "normalize_reward": "normalise in --reward_func, or take --advantage_estimator group_norm",
     "lora_rank": _LORA,

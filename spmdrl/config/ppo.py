@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 
 from spmdrl.config import checks, preflight
+from spmdrl.config.flags import flags_of
 from spmdrl.config.sections import (
     AlgoConfig,
     CheckpointConfig,
+    CriticConfig,
     DeepSpeedConfig,
     ModelConfig,
     OptimConfig,
@@ -25,6 +27,7 @@ class PPOConfig:
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
@@ -50,6 +53,11 @@ class PPOConfig:
     @property
     def samples_per_step(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def needs_critic(self) -> bool:
+        registry = flags_of(type(self))["advantage_estimator"].registered()
+        return bool(registry.properties(self.algo.advantage_estimator).get("needs_critic"))
 
     def correction_for(self, engine_is_trainer: bool) -> str:
         """--rollout_correction with auto resolved: tis, or none where there is nothing it could correct rightly.

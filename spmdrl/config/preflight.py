@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmdrl.config.flags import flags_of, values_of
+from spmdrl.config.flags import values_of
 from spmdrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,13 +24,20 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 
 def check_surroundings(config: PPOConfig, world_size: int) -> None:
     check_required(config)
-    check_critic_free(config)
     check_packages(config)
     check_files(config)
     check_ranks(config, world_size)
-    if model_config := read_model_config(config.model.pretrain or ""):
-        check_positions(config, model_config)
+    for flag, name in models(config).items():
+        if model_config := read_model_config(flag, name):
+            check_positions(config, model_config, f"--{flag} {name}")
+    if model_config := read_model_config("pretrain", config.model.pretrain or ""):
         check_heads(config, model_config, world_size)
+
+
+def models(config: PPOConfig) -> dict[str, str]:
+    """The checkpoints that are given, by flag."""
+    given = {"pretrain": config.model.pretrain, "critic_pretrain": config.critic.critic_pretrain}
+    return {flag: name for flag, name in given.items() if name}
 
 
 # Packages that are not installed by default, by the flag that asks for them.
@@ -68,23 +75,11 @@ def check_required(config: PPOConfig) -> None:
         )
 
 
-def check_critic_free(config: PPOConfig) -> None:
-    flag = flags_of(type(config))["advantage_estimator"]
-    chosen, registry = config.algo.advantage_estimator, flag.registered()
-    if registry.properties(chosen).get("needs_critic"):
-        without = [name for name in registry.choices() if not registry.properties(name).get("needs_critic")]
-        default = " (the default)" if chosen == flag.default else ""
-        raise UserError(
-            f"--advantage_estimator {chosen}{default} needs a critic, which is not supported yet; these need none: "
-            f"{', '.join(without)}"
-        )
-
-
 def check_files(config: PPOConfig) -> None:
-    pretrain = config.model.pretrain or ""
-    if looks_local(pretrain) and not (Path(pretrain) / "config.json").is_file():
-        missing = "there is no config.json in it" if Path(pretrain).exists() else "no such directory"
-        raise UserError(f"--pretrain {pretrain}: {missing}")
+    for flag, name in models(config).items():
+        if looks_local(name) and not (Path(name) / "config.json").is_file():
+            missing = "there is no config.json in it" if Path(name).exists() else "no such directory"
+            raise UserError(f"--{flag} {name}: {missing}")
     for source in (config.data.prompt_data or "").split(","):
         path = source.strip()
         path = path if Path(path).expanduser().exists() else re.sub(r"@[^/@]*$", "", path)
@@ -145,7 +140,7 @@ def check_heads(config: PPOConfig, model_config: dict[str, Any], world_size: int
         )
 
 
-def check_positions(config: PPOConfig, model_config: dict[str, Any]) -> None:
+def check_positions(config: PPOConfig, model_config: dict[str, Any], model: str) -> None:
     positions = model_positions(model_config)
     if positions is None or config.max_total_len <= positions:
         return
@@ -158,7 +153,7 @@ def check_positions(config: PPOConfig, model_config: dict[str, Any]) -> None:
         )
         room = positions - config.data.prompt_max_len
         remedy = f"at most --generate_max_len {room}" if room > 0 else f"lower --prompt_max_len below {positions}"
-    raise UserError(f"{wanted} is more than the {positions} positions of --pretrain {config.model.pretrain}; {remedy}")
+    raise UserError(f"{wanted} is more than the {positions} positions of {model}; {remedy}")
 
 
 def model_positions(model_config: dict[str, Any]) -> int | None:
@@ -171,7 +166,7 @@ def model_positions(model_config: dict[str, Any]) -> int | None:
     return positions
 
 
-def read_model_config(pretrain: str) -> dict[str, Any] | None:
+def read_model_config(flag: str, pretrain: str) -> dict[str, Any] | None:
     """config.json of a local model, or of a hub model in the local cache; None where neither is there."""
     path = Path(pretrain) / "config.json"
     if not path.is_file():
@@ -184,7 +179,7 @@ def read_model_config(pretrain: str) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise UserError(f"--pretrain {pretrain}: {path} is not valid JSON") from None
+        raise UserError(f"--{flag} {pretrain}: {path} is not valid JSON") from None
     return content.get("text_config") or content
 
 

@@ -174,6 +174,24 @@ class AlgoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """Critic, for --advantage_estimator gae."""
+
+    critic_pretrain: str | None = None
+    """Critic to start from, a causal LM with or without a scalar head; left out: --pretrain."""
+    value_head_prefix: str = "score"
+    """Name of the critic's head in its checkpoint; score, value_head and v_head are found too."""
+    critic_learning_rate: float = 9e-6
+    """Peak learning rate of the critic."""
+    value_clip: float | None = 0.2
+    """Values are clipped to this far from those at collection; None for no clip."""
+    freezing_actor_steps: int = -1
+    """The critic trains alone for this many steps."""
+    save_value_network: bool = False
+    """Save the critic too, in --save_path/critic."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardConfig:
     """Reward; exactly one of the two."""
 

@@ -23,8 +23,14 @@ class BatchSizes:
     samples_per_step: int
     optimizer_steps_per_step: int
     total_optimizer_steps: int
-    warmup_steps: int
+    frozen_optimizer_steps: int  # the first ones, in which the critic trains alone
+    warmup_steps: int  # optimizer steps of the actor
+    critic_warmup_steps: int
     micro_batches_per_rank: int  # forwards and backwards of one optimizer step; the same number on every rank
+
+    @property
+    def actor_optimizer_steps(self) -> int:
+        return self.total_optimizer_steps - self.frozen_optimizer_steps
 
 
 def sizes(config: PPOConfig, world_size: int, num_prompts: int) -> BatchSizes:
@@ -39,6 +45,13 @@ def sizes(config: PPOConfig, world_size: int, num_prompts: int) -> BatchSizes:
     optimizer_steps_per_step = config.samples_per_step // optim.train_batch_size * optim.max_epochs
     total_steps = steps_per_episode * optim.num_episodes
     total_optimizer_steps = total_steps * optimizer_steps_per_step
+    num_frozen = max(config.critic.freezing_actor_steps, 0)
+    if num_frozen >= total_steps:
+        raise UserError(
+            f"--freezing_actor_steps {num_frozen} would never train the actor: the run has "
+            f"{_count(total_steps, 'step')}"
+        )
+    frozen_optimizer_steps = num_frozen * optimizer_steps_per_step
     return BatchSizes(
         num_prompts=num_prompts,
         num_dropped=num_dropped,
@@ -47,7 +60,9 @@ def sizes(config: PPOConfig, world_size: int, num_prompts: int) -> BatchSizes:
         samples_per_step=config.samples_per_step,
         optimizer_steps_per_step=optimizer_steps_per_step,
         total_optimizer_steps=total_optimizer_steps,
-        warmup_steps=math.ceil(total_optimizer_steps * optim.lr_warmup_ratio),
+        frozen_optimizer_steps=frozen_optimizer_steps,
+        warmup_steps=math.ceil((total_optimizer_steps - frozen_optimizer_steps) * optim.lr_warmup_ratio),
+        critic_warmup_steps=math.ceil(total_optimizer_steps * optim.lr_warmup_ratio),
         micro_batches_per_rank=math.ceil(
             math.ceil(optim.train_batch_size / world_size) / optim.micro_train_batch_size
         ),
@@ -66,7 +81,7 @@ def describe_sizes(config: PPOConfig, world_size: int, counts: BatchSizes) -> li
         else ""
     )
     at_most = "at most " if config.algo.dynamic_filtering else ""
-    return [
+    lines = [
         f"step: {rollout.rollout_batch_size} prompts x {rollout.n_samples_per_prompt} samples = "
         f"{counts.samples_per_step} samples, over {_count(world_size, 'rank')}",
         f"training: {_count(counts.optimizer_steps_per_step, 'optimizer step')} a step of {optim.train_batch_size} "
@@ -75,8 +90,16 @@ def describe_sizes(config: PPOConfig, world_size: int, counts: BatchSizes) -> li
         f"run: {at_most}{counts.total_steps} steps ({_count(optim.num_episodes, 'episode')} of "
         f"{counts.steps_per_episode}), {counts.total_optimizer_steps} optimizer steps{dropped}",
         f"learning rate: up to {optim.actor_learning_rate:g} in {counts.warmup_steps} optimizer steps, then "
-        f"{optim.lr_scheduler} over the other {counts.total_optimizer_steps - counts.warmup_steps}",
+        f"{optim.lr_scheduler} over the other {counts.actor_optimizer_steps - counts.warmup_steps}",
     ]
+    if config.needs_critic:
+        alone = max(config.critic.freezing_actor_steps, 0)
+        lines.append(
+            f"critic: learning rate up to {config.critic.critic_learning_rate:g} in {counts.critic_warmup_steps} of "
+            f"{counts.total_optimizer_steps} optimizer steps"
+            + (f"; it trains alone for the first {_count(alone, 'step')}" if alone else "")
+        )
+    return lines
 
 
 def _count(number: int, noun: str) -> str:

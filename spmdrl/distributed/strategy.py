@@ -77,7 +77,13 @@ class Strategy:
 
     def _ds_config(self, *, trainable: bool) -> dict[str, Any]:
         stage = self.config.zero_stage if trainable else 3
-        zero: dict[str, Any] = {"stage": stage, "overlap_comm": self.config.overlap_comm}
+        zero: dict[str, Any] = {
+            "stage": stage,
+            "overlap_comm": self.config.overlap_comm,
+            # Elements, each in a buffer of its own for the whole run: DeepSpeed's default of 5e8 is 2 GB in fp32.
+            "reduce_bucket_size": 50_000_000,
+            "allgather_bucket_size": 50_000_000,
+        }
         if stage == 3:
             zero |= {
                 "stage3_param_persistence_threshold": 10_000,
@@ -120,13 +126,14 @@ class Strategy:
 
     # ---- memory phases --------------------------------------------------------------------------------------------
     @contextmanager
-    def optimizer_offloaded(self, engine: Any, enabled: bool) -> Iterator[None]:
-        """Optimizer states and gradients in host memory while the device belongs to the engine that samples."""
+    def states_offloaded(self, engine: Any, *, enabled: bool, keeps_weights: bool = False) -> Iterator[None]:
+        """The engine's training states, and its weights unless they are needed, in host memory while the device
+        belongs to the engine that samples."""
         movable = (
             enabled and comm.device().type == "cuda" and self.config.zero_stage == 3 and not self.config.adam_offload
         )
         if movable:
-            engine.offload_states(include=_training_states())
+            engine.offload_states(include=_training_states() if keeps_weights else None)
             torch.cuda.empty_cache()
         try:
             yield

@@ -1,6 +1,8 @@
-"""Causal LMs from Hugging Face folders or names, ready for ZeRO."""
+"""Models from Hugging Face folders or names, ready for ZeRO."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,37 +27,52 @@ def attention_kernel(wanted: str) -> str:
 
 
 def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype) -> Any:
-    """The causal LM of `--pretrain` in `dtype`. Dropout is switched off: a policy ratio needs the same function twice.
+    """The causal LM of `--pretrain` in `dtype`.
 
     Raises UserError for a folder that is missing, damaged or not a causal LM.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    name, trust = config.pretrain, config.trust_remote_code
-    try:
-        hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+    name = config.pretrain
+    with reading(f"--pretrain {name}", "a causal LM"):
+        hf_config = read_hf_config(name, config)
         for attribute, meaning in UNSUPPORTED_HEADS.items():
             if getattr(hf_config, attribute, None):
                 raise UserError(f"--pretrain {name}: models with {meaning} ({attribute}) are not supported yet")
-        _disable_dropout(hf_config)
-        return AutoModelForCausalLM.from_pretrained(
-            name,
-            config=hf_config,
-            dtype=dtype,
-            attn_implementation=attention_kernel(config.attention),
-            trust_remote_code=trust,
-        )
+        return AutoModelForCausalLM.from_pretrained(name, **loading_options(hf_config, config, dtype))
+
+
+@contextmanager
+def reading(source: str, what: str) -> Iterator[None]:
+    """One line for whatever transformers raises; `source` is the flag and its value."""
+    try:
+        yield
     except UserError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"--pretrain {name}: cannot load a causal LM: {first_line}") from error
+        raise UserError(f"{source}: cannot load {what}: {first_line}") from error
 
 
-def _disable_dropout(hf_config: Any) -> None:
+def read_hf_config(name: str | None, config: ModelConfig, **changes: Any) -> Any:
+    """The checkpoint's configuration. Dropout is switched off: a policy ratio needs the same function twice."""
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, **changes)
     for key, value in list(vars(hf_config).items()):
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
             setattr(hf_config, key, 0.0)
+    return hf_config
+
+
+def loading_options(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `from_pretrained`."""
+    return {
+        "config": hf_config,
+        "dtype": dtype,
+        "attn_implementation": attention_kernel(config.attention),
+        "trust_remote_code": config.trust_remote_code,
+    }
 
 
 def checkpoint_weight_names(config: ModelConfig) -> list[str]:

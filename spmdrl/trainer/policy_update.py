@@ -1,20 +1,19 @@
-"""One optimizer step of the policy: the loss of a micro-batch, and its place among all ranks' micro-batches."""
+"""One optimizer step of the policy."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from spmdrl.algos.corrections import CORRECTIONS, effective_sample_size, mismatch_max, mismatch_metrics
+from spmdrl.algos.corrections import CORRECTIONS, mismatch_max, mismatch_metrics
 from spmdrl.algos.kl import KL_ESTIMATORS
 from spmdrl.algos.losses import AGGREGATION_OF, AGGREGATIONS, POLICY_LOSSES, BatchCounts, bind
 from spmdrl.algos.tensor_ops import log_ratio, masked_sum
 from spmdrl.config import AlgoConfig, OptimConfig
-from spmdrl.data.batching import plan_micro_batches
-from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import Strategy
-from spmdrl.experience import Experience, Sample, collate
+from spmdrl.experience import Experience, Sample
+from spmdrl.trainer.update import LossPart, Metrics, optimizer_step
 
 
 class PolicyUpdate:
@@ -41,30 +40,14 @@ class PolicyUpdate:
     def optimizer_step(self, engine: Any, samples: Sequence[Sample], *, kl_coef: float) -> dict[str, float]:
         """Train on `samples`, the whole optimizer step's, of which every rank takes its micro-batches.
 
-        Returns sums over this rank's tokens (`sum/...`), maxima (`max/...`) and the gradient norm. The update does
-        not depend on how the samples are dealt: every term is divided by the counts of the whole step.
+        Returns this rank's metrics and the gradient norm.
         """
-        counts = BatchCounts(
-            num_tokens=sum(s.response_length for s in samples),
-            num_sequences=sum(s.response_length > 0 for s in samples),
-            max_tokens=self.max_tokens,
-        )
-        plan = plan_micro_batches(
-            [s.num_tokens for s in samples], num_ranks=comm.world_size(), micro_batch_size=self.micro_batch_size
-        )
-        sums: dict[str, Tensor] = {}
-        for batch in plan[comm.rank()]:
-            exp = collate([samples[i] for i in batch], like=samples[0]).to(comm.device())
-            loss, metrics = self.loss(engine, exp, counts, kl_coef=kl_coef)
-            self.strategy.backward(engine, loss)
-            for name, value in metrics.items():
-                seen = sums.get(name)
-                sums[name] = value if seen is None else torch.max(seen, value) if name[:4] == "max/" else seen + value
-        grad_norm = self.strategy.step(engine)
-        return {name: float(value) for name, value in sums.items()} | {"grad_norm": grad_norm}
+        parts = [LossPart(samples, partial(self.loss, kl_coef=kl_coef))]
+        size, max_tokens = self.micro_batch_size, self.max_tokens
+        return optimizer_step(self.strategy, engine, parts, micro_batch_size=size, max_tokens=max_tokens)
 
-    def loss(self, engine: Any, exp: Experience, counts: BatchCounts, *, kl_coef: float) -> tuple[Tensor, dict]:
-        """This micro-batch's share of the loss (a scalar), and its metrics as sums over its tokens."""
+    def loss(self, engine: Any, exp: Experience, counts: BatchCounts, *, kl_coef: float) -> tuple[Tensor, Metrics]:
+        """This micro-batch's share of the loss (a scalar), and its metrics."""
         mask = exp.action_mask
         log_probs, entropy = engine(exp.sequences, mask, with_entropy=True)
         old = self._behaviour_log_probs(exp, log_probs)
@@ -90,7 +73,7 @@ class PolicyUpdate:
             for name, value in metrics.items()
         }
         sums["max/policy/ratio_dev"] = log_ratio(log_probs, old, mask).detach().exp().sub(1).abs().max()
-        sums["loss"], sums["policy_loss"] = loss.detach(), policy_loss.detach()
+        sums["step/policy/loss"], sums["step/policy/pg_loss"] = loss.detach(), policy_loss.detach()
         return loss, sums
 
     def _behaviour_log_probs(self, exp: Experience, log_probs: Tensor) -> Tensor:
@@ -101,41 +84,13 @@ class PolicyUpdate:
         return log_probs.detach() if exp.log_probs is None else exp.log_probs
 
     def _kl_metrics(self, log_probs: Tensor, exp: Experience, mask: Tensor) -> dict[str, Tensor]:
-        """KL to the reference: the estimate that is trained on, and k1 and k3 always. In the reward it is the KL of the
-        policy that sampled."""
+        """KL to the reference: the estimate that is trained on, and k1 and k3 always.
+
+        In the reward it is the KL of the policy that sampled.
+        """
         if exp.ref_log_probs is None:
             return {}
         if not self.use_kl_loss and exp.log_probs is not None:
             log_probs = exp.log_probs
         estimates = {"policy/kl": self.kl, "policy/kl_k1": KL_ESTIMATORS["k1"], "policy/kl_k3": KL_ESTIMATORS["k3"]}
         return {name: kl(log_probs, exp.ref_log_probs, mask) for name, kl in estimates.items()}
-
-
-class UpdateMetrics:
-    """Adds up what the optimizer steps of one rollout report, over steps and ranks."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
-        self.num_tokens = 0
-
-    def add(self, report: dict[str, float], num_tokens: int) -> None:
-        self.steps.append(report)
-        self.num_tokens += num_tokens
-
-    def reduce(self) -> dict[str, float]:
-        """Means over all tokens of all ranks; losses and gradient norms averaged over optimizer steps. A collective."""
-        names = sorted({name for report in self.steps for name in report})
-        totals = {name: sum(r.get(name, 0.0) for r in self.steps) for name in names if name[:4] != "max/"}
-        summed = [name for name in totals if name != "grad_norm"]
-        reduced = comm.all_reduce_sum(torch.tensor([totals[name] for name in summed], dtype=torch.float64)).tolist()
-        over_ranks = dict(zip(summed, reduced, strict=True))
-        out = {n[4:]: v / max(self.num_tokens, 1) for n, v in over_ranks.items() if n[:4] == "sum/"}
-        out["policy/loss"] = over_ranks["loss"] / len(self.steps)
-        out["policy/pg_loss"] = over_ranks["policy_loss"] / len(self.steps)
-        out["policy/grad_norm"] = totals["grad_norm"] / len(self.steps)
-        for name in (n for n in names if n[:4] == "max/"):
-            out[name[4:]] = comm.all_reduce_max(max(r.get(name, 0.0) for r in self.steps))
-        out["policy/ratio_first_pass"] = comm.all_reduce_max(self.steps[0].get("max/policy/ratio_dev", 0.0))
-        if "mismatch/weight" in out:
-            out["mismatch/ess"] = effective_sample_size(out["mismatch/weight"], out.pop("mismatch/weight_sq"))
-        return out

@@ -85,6 +85,27 @@ def test_reinforce_needs_no_group():
     assert read("--advantage_estimator reinforce").rollout.n_samples_per_prompt == 1
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--critic_pretrain model",
+        "--critic_learning_rate 1e-5",
+        "--value_clip 0.5",
+        "--value_clip None",
+        "--value_head_prefix value_head",
+        "--freezing_actor_steps 2",
+        "--save_value_network",
+        "--lambd 1",
+    ],
+)
+def test_flags_of_the_critic_are_refused_without_one(flags):
+    assert refusal(f"--advantage_estimator reinforce {flags}") == (
+        f"{flags.split()[0]} is for a critic, and --advantage_estimator reinforce has none: drop it, or take "
+        f"--advantage_estimator gae"
+    )
+    assert read(f"--advantage_estimator gae {flags}").needs_critic
+
+
 @pytest.mark.parametrize("estimator", ["k1", "abs"])
 def test_kl_losses_without_a_useful_gradient_are_refused(estimator):
     message = refusal(f"--use_kl_loss --kl_estimator {estimator}")

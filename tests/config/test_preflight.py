@@ -46,11 +46,11 @@ def test_exactly_one_reward_source(refusal, tmp_path):
     assert all("--remote_rm_url" in message and "--reward_func" in message for message in (none, both))
 
 
-def test_the_default_estimator_is_refused_with_those_that_need_no_critic(refusal):
-    message = refusal(advantage_estimator="absent")
-    assert message.startswith("--advantage_estimator gae (the default) needs a critic, which is not supported yet")
-    assert "group_norm" in message.partition("these need none: ")[2].split(", ")
-    assert "gae" not in message.partition("these need none: ")[2].split(", ")
+def test_the_default_estimator_is_taken_and_its_critic_looked_for(refusal, validate, model_dir, tmp_path):
+    validate(advantage_estimator="absent")
+    validate(advantage_estimator="gae", critic_pretrain=model_dir)
+    message = refusal(advantage_estimator="gae", critic_pretrain=tmp_path / "no")
+    assert message == f"--critic_pretrain {tmp_path / 'no'}: no such directory"
 
 
 def test_files_that_do_not_exist_are_named(refusal, tmp_path):
@@ -138,15 +138,25 @@ def test_positions_of_a_model(config, positions):
     assert model_positions(config) == positions
 
 
+def test_the_critics_positions_bound_the_lengths_too(refusal, tmp_path):
+    """The policy has 2048 positions, the critic 512."""
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "critic" / "config.json").write_text('{"max_position_embeddings": 512}')
+    message = refusal(advantage_estimator="gae", critic_pretrain=tmp_path / "critic", prompt_max_len=256)
+    assert message.endswith(
+        f"512 positions of --critic_pretrain {tmp_path / 'critic'}; at most --generate_max_len 256"
+    )
+
+
 def test_a_hub_model_is_looked_up_in_the_local_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert read_model_config("owner/name") is None
+    assert read_model_config("pretrain", "owner/name") is None
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps({"text_config": {"n_positions": 7}}))
     (tmp_path / "models--owner--name" / "refs").mkdir()
     (tmp_path / "models--owner--name" / "refs" / "main").write_text("abc\n")
-    assert read_model_config("owner/name") == {"n_positions": 7}
+    assert read_model_config("pretrain", "owner/name") == {"n_positions": 7}
 
 
 def test_a_damaged_config_json_is_named(refusal, model_dir):

@@ -41,7 +41,7 @@ def test_too_few_prompts_for_a_step():
 
 
 def test_the_start_of_a_run_says_what_the_sizes_come_to():
-    run = config(f"{DEMO} --lr_warmup_ratio 0.1 --actor_learning_rate 3e-5")
+    run = config(f"{DEMO} --advantage_estimator reinforce --lr_warmup_ratio 0.1 --actor_learning_rate 3e-5")
     lines = describe_sizes(run, 3, sizes(run, world_size=3, num_prompts=100))
     assert lines == [
         "step: 8 prompts x 4 samples = 32 samples, over 3 ranks",
@@ -51,6 +51,23 @@ def test_the_start_of_a_run_says_what_the_sizes_come_to():
         "not fill a step",
         "learning rate: up to 3e-05 in 3 optimizer steps, then cosine_with_min_lr over the other 21",
     ]
+
+
+def test_an_actor_that_starts_later_has_a_schedule_of_its_own_steps():
+    """12 steps of 2 optimizer steps; the actor misses 5 x 2 of the 24 and warms up over a tenth of its 14."""
+    run = config(f"{DEMO} --lr_warmup_ratio 0.1 --freezing_actor_steps 5")
+    counts = sizes(run, world_size=1, num_prompts=100)
+    assert (counts.total_optimizer_steps, counts.frozen_optimizer_steps, counts.actor_optimizer_steps) == (24, 10, 14)
+    assert (counts.warmup_steps, counts.critic_warmup_steps) == (2, 3)
+    assert describe_sizes(run, 1, counts)[-2:] == [
+        "learning rate: up to 1e-06 in 2 optimizer steps, then cosine_with_min_lr over the other 12",
+        "critic: learning rate up to 9e-06 in 3 of 24 optimizer steps; it trains alone for the first 5 steps",
+    ]
+
+
+def test_an_actor_that_would_never_start_is_refused():
+    with pytest.raises(UserError, match="--freezing_actor_steps 12 would never train the actor: the run has 12 steps"):
+        sizes(config(f"{DEMO} --freezing_actor_steps 12"), world_size=1, num_prompts=100)
 
 
 def test_dynamic_filtering_makes_the_number_of_steps_a_bound():

@@ -36,7 +36,8 @@ def train_step(path, zero_stage, micro_batch_size, order, aggregation, optimizer
     from spmdrl.distributed.weight_sync import iter_weights
     from spmdrl.models.actor import Actor
     from spmdrl.models.loading import load_causal_lm
-    from spmdrl.trainer.policy_update import PolicyUpdate, UpdateMetrics
+    from spmdrl.trainer.policy_update import PolicyUpdate
+    from spmdrl.trainer.update import UpdateMetrics
 
     algo = AlgoConfig(use_kl_loss=True, kl_estimator="k2", entropy_coef=0.01, loss_aggregation=aggregation)
     optim = OptimConfig(micro_train_batch_size=micro_batch_size, lr_warmup_ratio=0.0)

@@ -1,0 +1,144 @@
+"""The critic: a causal backbone with a scalar head, tokens in, one value a step out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spmdrl.config import ModelConfig
+from spmdrl.errors import UserError
+from spmdrl.models.loading import loading_options, read_hf_config, reading
+
+# What the heads of transformers, OpenRLHF, and TRL or DeepSpeed-Chat are called in their checkpoints.
+HEAD_NAMES = ("score", "value_head", "v_head")
+HF_HEAD = "score"  # in every AutoModelForSequenceClassification with a causal backbone
+INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+class ValueHead(nn.Module):
+    """(..., H) -> (..., 1) in fp32: bf16 values would have two decimal digits."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+class ValueModel(nn.Module):
+    """A Hugging Face sequence classifier with one label, whose head scores every step instead of the last token.
+
+    Sequences are right-padded and attention is causal, so no attention mask is passed and the pad token's id is
+    irrelevant, as in Actor.
+    """
+
+    def __init__(self, model: Any, *, has_new_head: bool = False):
+        super().__init__()
+        self.model = model
+        self.has_new_head = has_new_head
+
+    def forward(self, sequences: Tensor, action_mask: Tensor) -> Tensor:
+        """Values (B, A) fp32, 0 off the mask. That of step t is of the state before token t + 1 is sampled, so it is
+        read where that token's log-prob is.
+
+        sequences: (B, S) int64, right-padded. action_mask: (B, A) bool with A = S - 1.
+        """
+        hidden = self.model.base_model(input_ids=sequences, use_cache=False).last_hidden_state
+        picked = getattr(self.model, HF_HEAD)(hidden[:, :-1][action_mask])[:, 0]
+        return picked.new_zeros(action_mask.shape).masked_scatter(action_mask, picked)
+
+
+def load_value_model(
+    name: str, config: ModelConfig, *, flag: str, value_head_prefix: str, dtype: torch.dtype, seed: int
+) -> ValueModel:
+    """The checkpoint `name`, a causal LM or one with a scalar head, as a ValueModel.
+
+    A head that the checkpoint lacks is drawn from `seed`. Raises UserError, naming `flag`, for a head that is not one
+    linear layer of width 1 and for a backbone of which weights are missing.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    source = f"{flag} {name}"
+    with reading(source, "a causal backbone"):
+        head = read_head(name, source, value_head_prefix)
+        hf_config = read_hf_config(name, config, num_labels=1)
+        options = loading_options(hf_config, config, dtype)
+        model, report = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **options)
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith(f"{HF_HEAD}."))
+    if missing:
+        raise UserError(
+            f"{source}: weights of the backbone are missing: {', '.join(missing[:3])}, {len(missing)} in all"
+        )
+    children = dict(model.named_children())
+    if not isinstance(children.get(HF_HEAD), nn.Linear):
+        raise UserError(f"{source}: transformers' classifier of this architecture has no linear {HF_HEAD!r} head")
+    hidden_size = children[HF_HEAD].in_features
+    weight, bias = head or (new_head(hidden_size, seed), None)
+    if weight.shape[1] != hidden_size:
+        raise UserError(f"{source}: its head reads {weight.shape[1]} numbers, its backbone writes {hidden_size}")
+    setattr(model, HF_HEAD, ValueHead(weight.to(dtype), None if bias is None else bias.to(dtype)))
+    return ValueModel(model, has_new_head=head is None)
+
+
+def new_head(hidden_size: int, seed: int) -> Tensor:
+    """(1, H): small, so that first values are near 0; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, hidden_size, generator=generator) / (hidden_size + 1)
+
+
+def read_head(name: str, source: str, value_head_prefix: str) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the head in a checkpoint, None where it has none; the first of the known names counts."""
+    files = weight_files(name)
+    for head in dict.fromkeys((value_head_prefix, *HEAD_NAMES)):
+        found = {key[len(head) + 1 :].removeprefix("summary."): key for key in files if key.startswith(f"{head}.")}
+        if not found:
+            continue
+        if not {"weight"} <= set(found) <= {"weight", "bias"}:
+            raise UserError(
+                f"{source}: its head {head!r} is not one linear layer: {', '.join(sorted(found.values())[:4])}"
+            )
+        tensors = {part: _read_tensor(files[key], key) for part, key in found.items()}
+        if len(tensors["weight"]) != 1:
+            raise UserError(f"{source}: its head {head!r} has width {len(tensors['weight'])}, a critic's has width 1")
+        return tensors["weight"], tensors.get("bias")
+    return None
+
+
+def weight_files(name: str) -> dict[str, Path]:
+    """Weight name → file of a checkpoint, local or in the hub's cache."""
+    from transformers.utils import cached_file
+
+    missing_is_fine = {"_raise_exceptions_for_missing_entries": False}
+    for file in INDEX_FILES:
+        if index := cached_file(name, file, **missing_is_fine):
+            shards: dict[str, str] = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+            paths = {shard: Path(str(cached_file(name, shard))) for shard in set(shards.values())}
+            return {key: paths[shard] for key, shard in shards.items()}
+    for file in WEIGHT_FILES:
+        if path := cached_file(name, file, **missing_is_fine):
+            return dict.fromkeys(_keys(Path(path)), Path(path))
+    return {}
+
+
+def _keys(path: Path) -> list[str]:
+    if path.suffix != ".safetensors":
+        return list(torch.load(path, weights_only=True, mmap=True, map_location="cpu"))
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return list(file.keys())
+
+
+def _read_tensor(path: Path, key: str) -> Tensor:
+    if path.suffix != ".safetensors":
+        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")[key].clone()
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(key)

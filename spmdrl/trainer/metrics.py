@@ -1,0 +1,28 @@
+"""Numbers about a step's samples."""
+
+from collections.abc import Sequence
+
+import torch
+
+from spmdrl.experience import Sample
+
+
+def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means over the samples of all ranks."""
+    rewards = torch.tensor([s.rewards for s in samples], dtype=torch.float64)
+    lengths = torch.tensor([s.num_sampled for s in samples], dtype=torch.float64)
+    groups: dict[int, set[float]] = {}
+    for sample in samples:
+        groups.setdefault(sample.group_id, set()).add(sample.rewards)
+    metrics = {
+        "rollout/reward": float(rewards.mean()),
+        "rollout/reward_std": float(rewards.std(correction=0)),
+        "rollout/response_length": float(lengths.mean()),
+        "rollout/truncated": sum(s.truncated for s in samples) / len(samples),
+        "rollout/flat_groups": sum(len(values) == 1 for values in groups.values()) / len(groups),
+        "rollout/num_tokens": float(lengths.sum()),
+        "rollout/num_samples": float(len(samples)),
+    }
+    for name in samples[0].info:
+        metrics[f"rollout/{name}"] = sum(s.info[name] for s in samples) / len(samples)
+    return metrics

@@ -1,0 +1,89 @@
+"""From responses to the one number per sample that advantages start from."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.algos.advantages import Estimator, shape_rewards
+from spmdrl.algos.losses import bind
+from spmdrl.algos.shaping import group_is_informative, overlong_penalty, stop_properly_penalty
+from spmdrl.config import PPOConfig
+from spmdrl.data.prompts import Prompt
+from spmdrl.distributed import comm
+from spmdrl.experience import Sample
+from spmdrl.rewards.function import RewardOutput
+
+
+class Rewarder:
+    """Rewards samples, and shapes their rewards over the groups of all ranks."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        reward_fn: Callable[..., RewardOutput],
+        prompts: Sequence[Prompt],
+        response_text: Callable[[Sample], str],
+        estimator: Estimator,
+    ):
+        self.config, self.estimator = config, estimator
+        self.reward_fn, self.prompts, self.response_text = reward_fn, prompts, response_text
+
+    def reward(self, samples: Sequence[Sample]) -> None:
+        """Call the reward function once for this rank's samples and store what it returns."""
+        if not samples:
+            return
+        prompts = [self.prompts[s.row] for s in samples]
+        responses = [self.response_text(s) for s in samples]
+        output = self.reward_fn(
+            queries=[p.prompt + response for p, response in zip(prompts, responses, strict=True)],
+            prompts=[p.prompt for p in prompts],
+            labels=[p.label for p in prompts],
+            columns=_columns(prompts),
+            sample_ids=[f"row {s.row + 1}, sample {s.index}" for s in samples],
+        )
+        for i, sample in enumerate(samples):
+            sample.rewards = float(output.rewards[i])
+            sample.score = float(output.scores[i]) if output.scores is not None else sample.rewards
+            sample.info = {name: float(values[i]) for name, values in output.extra_logs.items()}
+
+    def informative(self, samples: list[Sample]) -> list[Sample]:
+        """Samples of groups whose mean score is inside --dynamic_filtering_range."""
+        if not samples:
+            return []
+        scores = torch.tensor([s.score for s in samples], dtype=torch.float64)
+        ids = torch.tensor([s.group_id for s in samples])
+        keep = group_is_informative(scores, ids, *self.config.algo.dynamic_filtering_range)
+        return [s for s, k in zip(samples, keep.tolist(), strict=True) if k]
+
+    def shaped(self, samples: Sequence[Sample]) -> Tensor:
+        """(B,) rewards of this rank's samples after penalties and the group baseline, taken over all ranks."""
+        rows = [(s.group_id, s.index, s.rewards, s.response_length, s.truncated, s.greedy_reward) for s in samples]
+        everything = sorted(row for share in comm.all_gather_object(rows) for row in share)
+        ids, indices, rewards, lengths, truncated, greedy = zip(*everything, strict=True)
+        length = torch.tensor(lengths)
+        reward = self._penalised(torch.tensor(rewards, dtype=torch.float32), length, torch.tensor(truncated))
+        shaped = shape_rewards(
+            reward,
+            torch.tensor(ids),
+            self.estimator,
+            lengths=length,
+            greedy_rewards=torch.tensor(greedy, dtype=torch.float32) if self.estimator.needs_greedy else None,
+        )
+        place = {key: i for i, key in enumerate(zip(ids, indices, strict=True))}
+        return shaped[[place[s.group_id, s.index] for s in samples]]
+
+    def _penalised(self, rewards: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
+        algo = self.config.algo
+        if algo.stop_properly_penalty_coef is not None:
+            coef = algo.stop_properly_penalty_coef
+            rewards = stop_properly_penalty(rewards, truncated, stop_properly_penalty_coef=coef)
+        if algo.overlong_buffer_len is not None:
+            rewards = rewards + bind(overlong_penalty, algo, self.config.rollout)(lengths)
+        return rewards
+
+
+def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
+    names = list(dict.fromkeys(name for p in prompts for name in p.columns))
+    return {name: [p.columns.get(name) for p in prompts] for name in names}

@@ -1,0 +1,42 @@
+"""Forward passes over samples that store what a model says about each step."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.data.batching import plan_micro_batches
+from spmdrl.distributed import comm
+from spmdrl.experience import Sample, collate, scatter
+
+
+def log_probs_of(actor: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """(sequences, action mask) -> log-probs (B, A)."""
+    return lambda sequences, action_mask: actor(sequences, action_mask)[0]
+
+
+@torch.no_grad()
+def score_samples(
+    model: Callable[[Tensor, Tensor], Tensor],
+    samples: Sequence[Sample],
+    name: str,
+    *,
+    micro_batch_size: int,
+    progress: Any = None,
+) -> None:
+    """Store what `model` says of (sequences, action mask) as field `name` of this rank's samples.
+
+    A collective under ZeRO-3: all ranks make as many forwards as the one with most micro-batches.
+    """
+    lengths = [s.num_tokens for s in samples]
+    batches = plan_micro_batches(lengths, num_ranks=1, micro_batch_size=micro_batch_size)[0]
+    missing = int(comm.all_reduce_max(len(batches))) - len(batches)
+    for batch in batches + [[] for _ in range(missing)]:
+        part = [samples[i] for i in batch]
+        exp = collate(part).to(comm.device())
+        result = model(exp.sequences, exp.action_mask)
+        if part:
+            scatter(part, name, result)
+        if progress is not None:
+            progress.update(len(part))

@@ -1,0 +1,109 @@
+"""One optimizer step of any role, from micro-batches that all ranks share, and what the steps of a rollout report.
+
+A loss is a sum over its micro-batch divided by the counts of the whole step, so the update does not depend on how the
+samples are dealt to ranks and micro-batches.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmdrl.algos.corrections import effective_sample_size
+from spmdrl.algos.losses import BatchCounts
+from spmdrl.data.batching import plan_micro_batches
+from spmdrl.distributed import comm
+from spmdrl.distributed.strategy import Strategy
+from spmdrl.experience import Experience, Sample, collate
+
+# Metrics are detached scalars named by how they add up: "sum/..." over tokens, to be divided by the number of tokens
+# that are trained on; "step/..." over micro-batches, already divided by a count of the step; "max/..." the largest.
+Metrics = dict[str, Tensor]
+Loss = Callable[[Any, Experience, BatchCounts], tuple[Tensor, Metrics]]
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """Samples of a whole optimizer step, over all ranks, and the loss (engine, experience, counts) of some of them."""
+
+    samples: Sequence[Sample]
+    loss: Loss
+
+
+def optimizer_step(
+    strategy: Strategy, engine: Any, parts: Iterable[LossPart], *, micro_batch_size: int, max_tokens: int = 1
+) -> dict[str, float]:
+    """Train on the sum of the parts' losses, of whose samples every rank takes its micro-batches.
+
+    Returns this rank's metrics and the gradient norm. A rank with fewer samples makes passes of no weight instead.
+    `max_tokens` is the constant length of the aggregation that has one.
+    """
+    totals: Metrics = {}
+    for part in parts:
+        samples = part.samples
+        counts = BatchCounts(
+            num_tokens=sum(s.response_length for s in samples),
+            num_sequences=sum(s.response_length > 0 for s in samples),
+            max_tokens=max_tokens,
+        )
+        lengths = [s.num_tokens for s in samples]
+        plan = plan_micro_batches(lengths, num_ranks=comm.world_size(), micro_batch_size=micro_batch_size)
+        for batch in plan[comm.rank()]:
+            exp = collate([samples[i] for i in batch], like=samples[0]).to(comm.device())
+            loss, metrics = part.loss(engine, exp, counts)
+            strategy.backward(engine, loss)
+            _add(totals, metrics)
+    grad_norm = strategy.step(engine)
+    return {name: float(value) for name, value in totals.items()} | {"grad_norm": grad_norm}
+
+
+def _add(totals: Metrics, metrics: Metrics) -> None:
+    for name, value in metrics.items():
+        seen = totals.get(name)
+        totals[name] = value if seen is None else torch.max(seen, value) if name[:4] == "max/" else seen + value
+
+
+def train_on(
+    chunks: Iterable[Sequence[Sample]], step: Callable[[Sequence[Sample]], dict[str, float]], role: str, progress: Any
+) -> dict[str, float]:
+    """One optimizer step for each chunk; the metrics of all of them. A collective."""
+    metrics = UpdateMetrics(role)
+    for chunk in chunks:
+        metrics.add(step(chunk), sum(s.response_length for s in chunk))
+        progress.update(len(chunk))
+    return metrics.reduce()
+
+
+class UpdateMetrics:
+    """Adds up what the optimizer steps of one rollout report, over steps and ranks."""
+
+    def __init__(self, role: str = "policy") -> None:
+        self.role = role
+        self.steps: list[dict[str, float]] = []
+        self.num_tokens = 0
+
+    def add(self, report: dict[str, float], num_tokens: int) -> None:
+        self.steps.append(report)
+        self.num_tokens += num_tokens
+
+    def reduce(self) -> dict[str, float]:
+        """Means over the tokens of all ranks, for losses and gradient norms over optimizer steps. A collective."""
+        names = sorted({name for report in self.steps for name in report} - {"grad_norm"})
+        added = [name for name in names if name[:4] != "max/"]
+        totals = [sum(report.get(name, 0.0) for report in self.steps) for name in added]
+        over_ranks = dict(
+            zip(added, comm.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)).tolist(), strict=True)
+        )
+        out = {f"{self.role}/grad_norm": sum(report["grad_norm"] for report in self.steps) / len(self.steps)}
+        for name, total in over_ranks.items():
+            kind, _, metric = name.partition("/")
+            out[metric] = total / (len(self.steps) if kind == "step" else max(self.num_tokens, 1))
+        for name in (n for n in names if n[:4] == "max/"):
+            out[name[4:]] = comm.all_reduce_max(max(report.get(name, 0.0) for report in self.steps))
+        if "policy/ratio_dev" in out:
+            out["policy/ratio_first_pass"] = comm.all_reduce_max(self.steps[0].get("max/policy/ratio_dev", 0.0))
+        if "mismatch/weight" in out:
+            out["mismatch/ess"] = effective_sample_size(out["mismatch/weight"], out.pop("mismatch/weight_sq"))
+        return out
