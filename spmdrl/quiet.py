@@ -6,15 +6,16 @@ import warnings
 
 
 def quiet_libraries(*, is_main: bool) -> None:
-    """Warnings and progress bars of the libraries off, errors on. Call before they are imported."""
+    """Warnings and progress bars of the libraries off, errors on.
+
+    Call with DeepSpeed imported, which sets its logger's level then, and vLLM not yet.
+    """
     if os.environ.get("SPMDRL_VERBOSE"):
         return
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message="resource_tracker: There appear to be")
     for name, level in (("VLLM_LOGGING_LEVEL", "ERROR"), ("TORCH_CPP_LOG_LEVEL", "ERROR")):
         os.environ.setdefault(name, level)
-    import deepspeed  # noqa: F401  makes its logger, whose level it sets
-
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     from transformers.utils import logging as hf_logging
 

@@ -35,7 +35,7 @@ from spmdrl.errors import UserError
 
 POSITIONAL = ("queries", "prompts", "labels")
 DEFAULT_NAME = "reward_func"
-SEARCH_S = 30.0
+SEARCH_S = 5.0  # all ranks stop within seconds of an error
 FP32_MAX = torch.finfo(torch.float32).max
 
 

@@ -1,0 +1,164 @@
+"""Start the command line as users do, under a wall clock: a run that hangs, or leaves a process behind, fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_model, write_jsonl
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+TRAIN = str(ROOT / "cli" / "train_ppo.py")
+MEET = str(ROOT / "tests" / "programs" / "meet.py")  # a start without training
+MARK = "SPMDRL_TEST_RUN"  # in the environment of every process of a run, by which what it leaves behind is found
+LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_", "OMP_NUM_THREADS")
+REWARD = """
+def reward_func(queries, prompts, labels, **columns):
+    return [len(set(query[len(prompt):])) / 10 for query, prompt in zip(queries, prompts)]
+"""
+TINY_FLAGS = {
+    "engine": "hf",
+    "input_key": "prompt",
+    "label_key": "label",
+    "advantage_estimator": "group_norm",
+    "n_samples_per_prompt": 2,
+    "rollout_batch_size": 4,
+    "train_batch_size": 8,
+    "micro_train_batch_size": 2,
+    "prompt_max_len": 64,
+    "generate_max_len": 8,
+    "actor_learning_rate": 1e-3,
+}
+
+
+def tiny_flags(folder: Path, **flags: object) -> list[str]:
+    """The command line of a run of one step on a tiny model. Model and data in `folder` are made once and shared."""
+    if not (folder / "model").exists():
+        make_model(folder / "model")
+        rows = [{"prompt": f"What is {i} plus {i}?", "label": str(2 * i)} for i in range(4)]
+        write_jsonl(folder / "prompts.jsonl", rows)
+        (folder / "reward.py").write_text(REWARD)
+    files = {
+        "pretrain": folder / "model",
+        "prompt_data": folder / "prompts.jsonl",
+        "remote_rm_url": folder / "reward.py",
+    }
+    return [word for name, value in {**TINY_FLAGS, **files, **flags}.items() for word in (f"--{name}", str(value))]
+
+
+@dataclass
+class Launched:
+    code: int
+    out: str  # stdout and stderr of all ranks
+    ended_at: float  # of the last of the run's commands, as time.time()
+
+    def lines(self, *words: str) -> list[str]:
+        return [line for line in self.out.splitlines() if all(word in line for word in words)]
+
+
+class Running:
+    """One command, or several that make up a run, such as ranks started by hand."""
+
+    def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], log: Path):
+        self.mark, self.log, self.start = uuid.uuid4().hex, log, time.monotonic()
+        base = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS_VARIABLES)}
+        base |= {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", MARK: self.mark}
+        with log.open("w") as file:
+            self.processes = [
+                subprocess.Popen(command, env=base | env, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+                for command, env in zip(commands, environments, strict=True)
+            ]
+
+    def wait(self, timeout_s: float = 240) -> list[Launched]:
+        """How each command ended. Whatever is still there afterwards is killed, and fails the test."""
+        hanging = False
+        for process in self.processes:
+            try:
+                process.wait(max(self.start + timeout_s - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                hanging = True
+        ended_at = time.time()
+        left = self.members(within_s=0 if hanging else 5)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        out = self.log.read_text()
+        assert not hanging, f"hangs:\n{out}"
+        assert not left, f"left processes {left} behind:\n{out}"
+        return [Launched(process.wait(), out, ended_at) for process in self.processes]
+
+    def members(self, within_s: float = 0) -> list[int]:
+        """Process ids of the run; with `within_s`, those that do not end by themselves in that time."""
+        deadline = time.monotonic() + within_s
+        while True:
+            found = [int(p.name) for p in Path("/proc").glob("[0-9]*") if self._is_member(p)]
+            if not found or time.monotonic() >= deadline:
+                return found
+            time.sleep(0.1)
+
+    def _is_member(self, process: Path) -> bool:
+        try:
+            is_zombie = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            return not is_zombie and f"{MARK}={self.mark}".encode() in (process / "environ").read_bytes()
+        except OSError:
+            return False
+
+    def rank(self, number: int) -> int:
+        """Process id of a rank, by its variables."""
+        for pid in self.members():
+            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if f"RANK={number}".encode() in words and TRAIN.encode() in command:
+                return pid
+        raise AssertionError(f"no rank {number}:\n{self.log.read_text()}")
+
+    def until(self, text: str, timeout_s: float = 120) -> None:
+        """Wait until the run has printed `text`."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.log.read_text():
+            assert time.monotonic() < deadline, f"never printed {text!r}:\n{self.log.read_text()}"
+            assert self.members(), f"ended without printing {text!r}:\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+
+def start(command: Sequence[str], log: Path, **env: str) -> Running:
+    return Running([command], [env], log)
+
+
+def launch(command: Sequence[str], log: Path, *, timeout_s: float = 240, **env: str) -> Launched:
+    return start(command, log, **env).wait(timeout_s)[0]
+
+
+def start_by_hand(command: Sequence[str], environments: Sequence[dict[str, str]], log: Path) -> Running:
+    """The same command once for each of these environments, as `srun` does, and nobody to stop the others."""
+    return Running([command] * len(environments), environments, log)
+
+
+def slurm_tasks(num_tasks: int, job: int) -> list[dict[str, str]]:
+    """What `srun` would tell the tasks of a step on this host."""
+    common = {"SLURM_NTASKS": str(num_tasks), "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}
+    common["SLURM_JOB_NODELIST"] = "localhost"
+    return [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(num_tasks)]
+
+
+def torchrun(*words: str, ranks: int = 2) -> list[str]:
+    return [str(BIN / "torchrun"), "--nproc_per_node", str(ranks), *words]
+
+
+def assert_trained(run: Launched, folder: Path, *, ranks: int) -> None:
+    """The run went through its step on that many ranks and left a model and its metrics."""
+    assert run.code == 0, run.out
+    assert run.lines(f"over {ranks} rank"), run.out
+    assert len(run.lines("step 1/1 | reward ")) == 1, run.out
+    assert (folder / "model.safetensors").exists()
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -1,0 +1,20 @@
+"""What a launcher made of this process: `meet.py [--local_rank N]` prints one line a rank after a real collective."""
+
+import argparse
+import os
+
+import torch
+
+from spmdrl.distributed import comm, guard
+
+
+def meet() -> None:
+    total = int(comm.all_reduce_sum(torch.tensor([comm.rank() + 1])))
+    met = f"rank {comm.rank()} of {comm.world_size()}, local {os.environ['LOCAL_RANK']}, sum {total}"
+    print(f"{met}, at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    guard.run(meet, parser.parse_args().local_rank)
