@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 
 import torch
 
@@ -11,7 +12,7 @@ from spmdrl.distributed import comm, guard
 def meet() -> None:
     total = int(comm.all_reduce_sum(torch.tensor([comm.rank() + 1])))
     met = f"rank {comm.rank()} of {comm.world_size()}, local {os.environ['LOCAL_RANK']}, sum {total}"
-    print(f"{met}, at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", flush=True)
+    sys.stdout.write(f"{met}, at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}\n")
 
 
 if __name__ == "__main__":
