@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import DeepSpeedConfig, OptimConfig
 from spmdrl.distributed import comm
+from spmdrl.distributed.cpu_adam import cpu_adam_class
 from spmdrl.errors import UserError
 
 # DeepSpeed would compile a shared-memory collective at start-up on hosts without a GPU: minutes for nothing, as the
@@ -70,9 +71,7 @@ class Strategy:
         groups = [group for group in groups if group["params"]]
         kwargs: dict[str, Any] = {"lr": learning_rate, "betas": self.optim.adam_betas}
         if self.config.adam_offload:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            return DeepSpeedCPUAdam(groups, adamw_mode=True, **kwargs)
+            return cpu_adam_class()(groups, adamw_mode=True, **kwargs)
         return torch.optim.AdamW(groups, fused=torch.cuda.is_available(), **kwargs)
 
     def _ds_config(self, *, trainable: bool) -> dict[str, Any]:
