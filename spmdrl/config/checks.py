@@ -20,6 +20,7 @@ def check_flags(config: PPOConfig) -> None:
     check_lengths(config)
     check_estimator(config)
     check_critic(config)
+    check_reward_weights(config)
     check_kl(config)
     check_old_log_probs(config)
     check_unread_settings(config)
@@ -44,7 +45,9 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ),
         _AT_LEAST_1,
     ),
-    **dict.fromkeys(("max_norm", "l2", "init_kl_coef", "entropy_coef", "overlong_penalty_factor"), _NOT_NEGATIVE),
+    **dict.fromkeys(
+        ("max_norm", "l2", "init_kl_coef", "entropy_coef", "ptx_coef", "overlong_penalty_factor"), _NOT_NEGATIVE
+    ),
     **dict.fromkeys(("actor_learning_rate", "critic_learning_rate"), _NOT_NEGATIVE),
     **dict.fromkeys(("eps_clip", "value_clip", "kl_target", "rollout_token_cap"), _POSITIVE),
     **dict.fromkeys(("sapo_tau_pos", "sapo_tau_neg"), _POSITIVE),
@@ -135,6 +138,15 @@ def check_critic(config: PPOConfig) -> None:
             )
 
 
+def check_reward_weights(config: PPOConfig) -> None:
+    functions, weights = config.reward.reward_func, config.reward.reward_weights
+    if weights and len(weights) != len(functions):
+        raise UserError(
+            f"--reward_weights has {len(weights)} number{'s' * (len(weights) > 1)} for the {len(functions)} functions "
+            f"of --reward_func; give one for each"
+        )
+
+
 def check_kl(config: PPOConfig) -> None:
     algo = config.algo
     if algo.use_kl_loss and algo.init_kl_coef == 0:
@@ -183,6 +195,7 @@ def check_unread_settings(config: PPOConfig) -> None:
 # A setting on the left changes nothing unless the flag on the right is given.
 NEEDS = {
     "kl_horizon": "kl_target",
+    **dict.fromkeys(("pretrain_data_probs", "pretrain_split", "pretrain_key", "ptx_coef"), "pretrain_data"),
     "overlong_penalty_factor": "overlong_buffer_len",
     "dynamic_filtering_range": "dynamic_filtering",
     "dynamic_filtering_max_draws": "dynamic_filtering",

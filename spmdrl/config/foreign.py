@@ -2,7 +2,6 @@
 
 _LORA = "train all weights, with --zero_stage 3 and --adam_offload where memory is short"
 _CHECKPOINT = "only the final model is saved, in --save_path; drop it"
-_PTX = "no language-model loss is mixed in; drop it"
 _PLACEMENT = (
     "every rank holds a shard of every model; choose the ranks with the launcher (torchrun --nproc_per_node N)"
 )
@@ -18,12 +17,7 @@ NOT_YET: dict[str, str] = {
     "max_ckpt_mem": _CHECKPOINT,
     "load_checkpoint": "a run starts from --pretrain; give it the model that an earlier run left in --save_path",
     "eval_steps": "rewards of the training prompts are logged every step; drop it",
-    "ptx_coef": _PTX,
-    "pretrain_data": _PTX,
-    "pretrain_data_probs": _PTX,
-    "pretrain_split": _PTX,
     "reward_pretrain": "rewards come from Python; call the model in --reward_func path.py:name",
-    "normalize_reward": "normalise in --reward_func, or take --advantage_estimator group_norm",
     "lora_rank": _LORA,
     "lora_alpha": _LORA,
     "lora_dropout": _LORA,

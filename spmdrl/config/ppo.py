@@ -12,6 +12,7 @@ from spmdrl.config.sections import (
     ModelConfig,
     OptimConfig,
     PromptDataConfig,
+    PtxConfig,
     RewardConfig,
     RolloutConfig,
     TrackingConfig,
@@ -29,6 +30,7 @@ class PPOConfig:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    ptx: PtxConfig = field(default_factory=PtxConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -80,13 +80,15 @@ def check_files(config: PPOConfig) -> None:
         if looks_local(name) and not (Path(name) / "config.json").is_file():
             missing = "there is no config.json in it" if Path(name).exists() else "no such directory"
             raise UserError(f"--{flag} {name}: {missing}")
-    for source in (config.data.prompt_data or "").split(","):
-        path = source.strip()
-        path = path if Path(path).expanduser().exists() else re.sub(r"@[^/@]*$", "", path)
-        if looks_local(path) and not Path(path).expanduser().exists():
-            raise UserError(f"--prompt_data {path}: no such file or directory")
+    for flag, sources in (("prompt_data", config.data.prompt_data), ("pretrain_data", config.ptx.pretrain_data)):
+        for source in (sources or "").split(","):
+            path = source.strip()
+            path = path if Path(path).expanduser().exists() else re.sub(r"@[^/@]*$", "", path)
+            if looks_local(path) and not Path(path).expanduser().exists():
+                raise UserError(f"--{flag} {path}: no such file or directory")
     check_reward_file("remote_rm_url", config.reward.remote_rm_url)
-    check_reward_file("reward_func", config.reward.reward_func)
+    for spec in config.reward.reward_func:
+        check_reward_file("reward_func", spec)
     check_save_path(config.checkpoint.save_path)
 
 

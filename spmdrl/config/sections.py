@@ -193,12 +193,32 @@ class CriticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """Reward; exactly one of the two."""
+    """Reward; exactly one of the first two."""
 
     remote_rm_url: str | None = None
     """A Python file that defines reward_func(queries, prompts, labels, **columns)."""
-    reward_func: str | None = None
-    """The same with the function's name: path.py:name."""
+    reward_func: tuple[str, ...] = ()
+    """The same with the function's name: path.py:name. Of several, rewards are added up."""
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each function of --reward_func; left out: 1."""
+    normalize_reward: bool = False
+    """Subtract the mean of all rewards so far and divide by their standard deviation, before penalties."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PtxConfig:
+    """Texts whose language-model loss is mixed into the policy's."""
+
+    pretrain_data: str | None = None
+    """Texts, as many in each optimizer step as samples; same kinds of sources as --prompt_data."""
+    pretrain_data_probs: str = "1.0"
+    """Sampling probability of each source of --pretrain_data, separated by commas."""
+    pretrain_split: str = "train"
+    """Split to read where a source has several."""
+    pretrain_key: str | None = None
+    """Column with the text; left out: --input_key."""
+    ptx_coef: float = 0.05
+    """Weight of the language-model loss."""
 
 
 @dataclass(frozen=True, kw_only=True)

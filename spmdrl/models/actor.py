@@ -122,7 +122,14 @@ class Actor(nn.Module):
         self.model = model
         self.temperature = temperature
 
-    def forward(self, sequences: Tensor, action_mask: Tensor, *, with_entropy: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        sequences: Tensor,
+        action_mask: Tensor,
+        *,
+        with_entropy: bool = False,
+        temperature: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the sampled tokens, both (B, A) fp32 and 0 off the mask.
 
         sequences: (B, S) int64, right-padded. action_mask: (B, A) bool with A = S - 1, True where
@@ -133,7 +140,7 @@ class Actor(nn.Module):
         labels = sequences[:, 1:][action_mask]
         head = self.model.get_output_embeddings()
         scale = getattr(self.model.config, "logits_scaling", None)  # Granite divides its logits by a constant
-        temperature = self.temperature * (scale if scale else 1.0)
+        temperature = (temperature or self.temperature) * (scale if scale else 1.0)
         picked, entropy = head(hidden[:, :-1][action_mask], labels, temperature=temperature, with_entropy=with_entropy)
         out = picked.new_zeros(action_mask.shape)
         return out.masked_scatter(action_mask, picked), out.masked_scatter(action_mask, entropy)

@@ -13,17 +13,27 @@ from spmdrl.algos.tensor_ops import log_ratio, masked_sum
 from spmdrl.config import AlgoConfig, OptimConfig
 from spmdrl.distributed.strategy import Strategy
 from spmdrl.experience import Experience, Sample
+from spmdrl.trainer.ptx import PtxLoss
 from spmdrl.trainer.update import LossPart, Metrics, optimizer_step
 
 
 class PolicyUpdate:
-    """The policy loss with its KL and entropy terms, chosen once from the configuration.
+    """The policy loss with its KL and entropy terms, chosen once from the configuration; `ptx` mixes in texts.
 
     `max_tokens` is the constant length of the aggregation that has one.
     """
 
-    def __init__(self, strategy: Strategy, algo: AlgoConfig, optim: OptimConfig, *, max_tokens: int, correction: str):
-        self.strategy = strategy
+    def __init__(
+        self,
+        strategy: Strategy,
+        algo: AlgoConfig,
+        optim: OptimConfig,
+        *,
+        max_tokens: int,
+        correction: str,
+        ptx: PtxLoss | None = None,
+    ):
+        self.strategy, self.ptx = strategy, ptx
         self.micro_batch_size = optim.micro_train_batch_size
         self.max_tokens = max_tokens
         self.policy_loss: Callable = bind(POLICY_LOSSES[algo.policy_loss], algo)
@@ -43,6 +53,8 @@ class PolicyUpdate:
         Returns this rank's metrics and the gradient norm.
         """
         parts = [LossPart(samples, partial(self.loss, kl_coef=kl_coef))]
+        if self.ptx is not None:
+            parts.append(self.ptx.part(len(samples)))
         size, max_tokens = self.micro_batch_size, self.max_tokens
         return optimizer_step(self.strategy, engine, parts, micro_batch_size=size, max_tokens=max_tokens)
 

@@ -16,6 +16,7 @@ from spmdrl.config import PPOConfig, describe_sizes, save_config, sizes, to_flat
 from spmdrl.data.batching import split_evenly
 from spmdrl.data.prompts import load_prompts
 from spmdrl.data.sampler import PromptSampler
+from spmdrl.data.texts import load_texts
 from spmdrl.distributed import comm, guard
 from spmdrl.distributed.strategy import Strategy, compute_dtype
 from spmdrl.distributed.weight_sync import iter_weights
@@ -24,7 +25,7 @@ from spmdrl.experience import Experience, Sample, collate, scatter
 from spmdrl.models.loading import eos_token_ids
 from spmdrl.models.tokenizer import load_tokenizer
 from spmdrl.quiet import quiet_libraries
-from spmdrl.rewards.function import RewardFunction
+from spmdrl.rewards.combined import load_reward
 from spmdrl.rollout.collector import Collector
 from spmdrl.rollout.engine import SamplingOptions
 from spmdrl.tracking import Tracker
@@ -32,6 +33,7 @@ from spmdrl.trainer.build import build_actor, build_critic, build_engine, build_
 from spmdrl.trainer.checkpoint import hf_config_to_save, save_hf
 from spmdrl.trainer.metrics import rollout_metrics
 from spmdrl.trainer.policy_update import PolicyUpdate
+from spmdrl.trainer.ptx import PtxLoss
 from spmdrl.trainer.rewarding import Rewarder
 from spmdrl.trainer.scoring import log_probs_of, score_samples
 from spmdrl.trainer.update import train_on
@@ -60,7 +62,10 @@ class PPOTrainer:
         self.sizes = sizes(config, comm.world_size(), len(self.prompts))
         for line in (self.prompts.describe(), *describe_sizes(config, comm.world_size(), self.sizes)):
             comm.say(line)
-        self.reward_fn = RewardFunction(config.reward.reward_func or config.reward.remote_rm_url or "")
+        self.texts = load_texts(config, self.tokenizer)
+        if self.texts is not None:
+            comm.say(self.texts.describe())
+        self.reward_fn = load_reward(config.reward)
         self.reward_fn.check_columns(list(self.prompts[0].columns))
         self.tracker = Tracker(
             config.tracking,
@@ -100,6 +105,7 @@ class PPOTrainer:
             config.optim,
             max_tokens=config.rollout.generate_max_len,
             correction=config.correction_for(self.engine.own_forward),
+            ptx=PtxLoss(self.texts, ptx_coef=config.ptx.ptx_coef) if self.texts is not None else None,
         )
         # With one optimizer step a rollout the policy that samples is the policy that trains: no forward for it.
         self.needs_old_log_probs = self.kl_in_reward or (
@@ -302,7 +308,9 @@ class PPOTrainer:
         worst, where = 0.0, ""
         for sample in samples:
             assert sample.log_probs is not None
-            gap = ((sample.log_probs - sample.rollout_log_probs).abs() * sample.action_mask).nan_to_num(nan=float("inf"))
+            gap = ((sample.log_probs - sample.rollout_log_probs).abs() * sample.action_mask).nan_to_num(
+                nan=float("inf")
+            )
             if float(gap.max()) >= worst:
                 at = int(gap.argmax())
                 worst = float(gap.max())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spmdrl.algos.advantages import Estimator, shape_rewards
 from spmdrl.algos.losses import bind
-from spmdrl.algos.shaping import group_is_informative, overlong_penalty, stop_properly_penalty
+from spmdrl.algos.shaping import RunningMoments, group_is_informative, overlong_penalty, stop_properly_penalty
 from spmdrl.config import PPOConfig
 from spmdrl.data.prompts import Prompt
 from spmdrl.distributed import comm
@@ -29,6 +29,7 @@ class Rewarder:
     ):
         self.config, self.estimator = config, estimator
         self.reward_fn, self.prompts, self.response_text = reward_fn, prompts, response_text
+        self.moments = RunningMoments()  # of the rewards of all ranks so far, for --normalize_reward
 
     def reward(self, samples: Sequence[Sample]) -> None:
         """Call the reward function once for this rank's samples and store what it returns."""
@@ -58,21 +59,31 @@ class Rewarder:
         return [s for s, k in zip(samples, keep.tolist(), strict=True) if k]
 
     def shaped(self, samples: Sequence[Sample]) -> Tensor:
-        """(B,) rewards of this rank's samples after penalties and the group baseline, taken over all ranks."""
+        """(B,) rewards of this rank's samples after normalisation, penalties and group baseline, over all ranks."""
         rows = [(s.group_id, s.index, s.rewards, s.response_length, s.truncated, s.greedy_reward) for s in samples]
         everything = sorted(row for share in comm.all_gather_object(rows) for row in share)
         ids, indices, rewards, lengths, truncated, greedy = zip(*everything, strict=True)
-        length = torch.tensor(lengths)
-        reward = self._penalised(torch.tensor(rewards, dtype=torch.float32), length, torch.tensor(truncated))
+        length, reward = torch.tensor(lengths), torch.tensor(rewards, dtype=torch.float32)
+        greedy_reward = torch.tensor(greedy, dtype=torch.float32) if self.estimator.needs_greedy else None
+        if self.config.reward.normalize_reward:
+            self.moments.update(reward)
+            reward = self.moments.normalize(reward)
+            greedy_reward = None if greedy_reward is None else self.moments.normalize(greedy_reward)
         shaped = shape_rewards(
-            reward,
+            self._penalised(reward, length, torch.tensor(truncated)),
             torch.tensor(ids),
             self.estimator,
             lengths=length,
-            greedy_rewards=torch.tensor(greedy, dtype=torch.float32) if self.estimator.needs_greedy else None,
+            greedy_rewards=greedy_reward,
         )
         place = {key: i for i, key in enumerate(zip(ids, indices, strict=True))}
         return shaped[[place[s.group_id, s.index] for s in samples]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments.load_state_dict(state["moments"])
 
     def _penalised(self, rewards: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
         algo = self.config.algo
