@@ -1,9 +1,10 @@
-"""Sums and differences of small numbers as prompts with their answers, for the demo.
+"""Sums and differences up to 20 as prompts with their answers, for the demo.
 
     python examples/make_arithmetic.py OUT.jsonl --num 512 --seed 0
 
-One row a question: {"input": "7 + 5 = ? Reply with just the number.", "label": "12", "kind": "sum"}. Both numbers are
-from 0 to --largest, so sums reach twice that; a difference is never negative. The same seed writes the same file.
+One row a question: {"input": "2 + 3 = 5\\n7 + 5 =", "label": "12", "kind": "sum"}. A solved example stands first, so that
+the untrained model knows what is asked. Numbers added are at most --largest / 2 and a minuend at most --largest, and
+nothing is negative. The same seed writes the same file.
 """
 
 import argparse
@@ -11,19 +12,17 @@ import json
 import random
 from pathlib import Path
 
-WORDING = "{left} {sign} {right} = ? Reply with just the number."
+WORDING = "2 + 3 = 5\n{left} {sign} {right} ="
 
 
 def make_row(rng: random.Random, largest: int) -> dict[str, str]:
-    left, right = rng.randint(0, largest), rng.randint(0, largest)
     if rng.random() < 0.5:
+        left, right = rng.randint(0, largest // 2), rng.randint(0, largest // 2)
         return {"input": WORDING.format(left=left, sign="+", right=right), "label": str(left + right), "kind": "sum"}
-    left, right = max(left, right), min(left, right)
-    return {
-        "input": WORDING.format(left=left, sign="-", right=right),
-        "label": str(left - right),
-        "kind": "difference",
-    }
+    left = rng.randint(0, largest)
+    right = rng.randint(0, left)
+    label = str(left - right)
+    return {"input": WORDING.format(left=left, sign="-", right=right), "label": label, "kind": "difference"}
 
 
 def main() -> None:
@@ -31,7 +30,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--num", type=int, default=512, help="number of rows (512)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--largest", type=int, default=10, help="largest number in a question (10)")
+    parser.add_argument("--largest", type=int, default=20, help="largest result (20)")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     rows = [make_row(rng, args.largest) for _ in range(args.num)]

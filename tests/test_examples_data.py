@@ -33,7 +33,7 @@ def test_questions_have_the_answers_they_are_labelled_with(tmp_path):
     assert len(rows) == 300
     kinds = {"+": "sum", "-": "difference"}
     for row in rows:
-        match = re.search(r"(\d+) ([+-]) (\d+)", row["input"])
+        match = re.search(r"(\d+) ([+-]) (\d+) =$", row["input"])
         assert match, row
         left, right = int(match[1]), int(match[3])
         answer = left + right if match[2] == "+" else left - right
