@@ -2,9 +2,9 @@
 
     python examples/make_arithmetic.py OUT.jsonl --num 512 --seed 0
 
-One row a question: {"input": "2 + 3 = 5\\n7 + 5 =", "label": "12", "kind": "sum"}. A solved example stands first, so that
-the untrained model knows what is asked. Numbers added are at most --largest / 2 and a minuend at most --largest, and
-nothing is negative. The same seed writes the same file.
+One row a question: {"input": "2 + 3 = 5\\n7 + 5 =", "label": "12", "kind": "sum"}. A solved example stands first,
+so that the untrained model knows what is asked. Numbers added are at most --largest / 2 and a minuend at most
+--largest, and nothing is negative. The same seed writes the same file.
 """
 
 import argparse
