@@ -13,6 +13,7 @@ from tests.rollout.contract import FREE, REQUESTS, EngineContract
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),  # of the first test, which waits for all questions
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
 SMALL = {"vllm_kv_cache_gb": 1, "enforce_eager": True}
@@ -78,7 +79,7 @@ def paths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(paths):
-    return run_ranks(1, ask_all, paths, timeout=280)[0]
+    return run_ranks(1, ask_all, paths, timeout=500)[0]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,26 @@
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def process_group():
+    """A process group of one rank in the tests' own process; DeepSpeed needs one and cannot have a second."""
+    from spmdrl.distributed import comm
+
+    before, threads = dict(os.environ), torch.get_num_threads()
+    torch.set_num_threads(1)
+    comm.init()
+    os.environ.clear()
+    os.environ.update(before)
+    yield
+    torch.set_num_threads(threads)
+    comm.destroy()
+
+
+@pytest.fixture
+def one_rank(process_group, monkeypatch):
+    """The variables of a launcher, for the time of a test."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
