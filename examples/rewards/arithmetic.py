@@ -1,23 +1,21 @@
-"""The demo's reward, 0 to 1: half for the right number coming last, half for the response ending with it.
+"""The demo's reward: 1 where the response is the right number and nothing else, otherwise 0.
 
-"7 + 5 = 12." 1      "It is 12, which is a dozen eggs" 0.5      "12 - 5 = 7" 0
+" 12" 1      "12.\\n" 1      "The answer is 12" 0      " 12 or 13" 0
 """
 
 import re
 
-from spmdrl.rewards.answers import numbers_in, required_number, responses
+from spmdrl.rewards.answers import required_number, responses
 
-ENDS_IN_NUMBER = re.compile(r"\d[^\w\d]*\Z")
+NUMBER_ALONE = re.compile(r"\s*(-?\d+)\s*\.?\s*")
 
 
 def score(text: str, answer) -> float:
-    found = numbers_in(text)
-    if not found or found[-1] != answer:
-        return 0.0
-    return 1.0 if ENDS_IN_NUMBER.search(text) else 0.5
+    match = NUMBER_ALONE.fullmatch(text)
+    return float(match is not None and int(match[1]) == answer)
 
 
 def reward_func(queries, prompts, labels, **columns):
     texts = responses(queries, prompts)
     scores = [score(text, required_number(label)) for text, label in zip(texts, labels, strict=True)]
-    return {"rewards": scores, "extra_logs": {"right": [s > 0 for s in scores]}}
+    return {"rewards": scores, "extra_logs": {"number_alone": [bool(NUMBER_ALONE.fullmatch(t)) for t in texts]}}

@@ -65,9 +65,9 @@ def test_format_behind_a_prompt_that_opens_the_thought():
     assert rewards_of("format_reward.py", ["a</think><answer>1</answer>"], [None], prompt="Q<think>\n") == [1]
 
 
-def test_arithmetic_pays_half_for_the_number_and_half_for_ending_with_it():
-    responses = ["12", "7 + 5 = 12.", "It is 12, a dozen", "12 - 5 = 7", "", "-12", "120", "**12**<|im_end|>"]
-    assert rewards_of("arithmetic.py", responses, ["12"] * 8) == [1, 1, 0.5, 0, 0, 0, 0, 1]
+def test_arithmetic_pays_for_the_right_number_and_nothing_else():
+    responses = [" 12", "12.\n", " 12<|im_end|>", " 13", "The answer is 12", " 12 or 13", "", " -12"]
+    assert rewards_of("arithmetic.py", responses, ["12"] * 8) == [1, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_math_verify_reward():
