@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 from spmdrl.errors import UserError
 
-ADDRESS_KEY = "spmdrl/peers"
+ADDRESS_KEY = "spmdrl/peers/" + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may start ranks anew
 HELLO_S, ANSWER_S, LEAVE_S = 10.0, 2.0, 10.0
 # A host that vanishes closes nothing: silent for a minute it is asked for a sign, and given up after another.
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}

@@ -100,7 +100,7 @@ def trained(path, adam_offload):
     """Weights after two optimizer steps on the fixed samples."""
     from tests.distributed.test_strategy import train_step
 
-    weights, report = train_step(path, 2, 2, range(7), "token-mean", 2, {"adam_offload": adam_offload}.items())
+    weights, report = train_step(path, 2, 2, range(7), "token-mean", 2, (("adam_offload", adam_offload),))
     return weights, report["policy/grad_norm"]
 
 
