@@ -7,6 +7,7 @@ import sys
 from contextlib import contextmanager, suppress
 
 import pytest
+import torch
 
 from spmdrl.launch import free_port
 from tests.launched import (
@@ -25,7 +26,10 @@ from tests.launched import (
     torchrun,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests what is done without a GPU"),
+]
 DEEPSPEED = [str(BIN / "deepspeed"), "--num_gpus", "2"]
 
 
@@ -35,8 +39,8 @@ def folder(tmp_path_factory):
 
 
 def met(run: Launched) -> dict[int, str]:
-    """What each rank of the meeting program said: rank → "of 2, local 0, sum 3, at host:port"."""
-    said = [line.partition("rank ")[2].partition(" ")[::2] for line in run.lines("rank ", ", sum ")]
+    """What each rank of the meeting program said: rank → "of 2, local 0, gloo sum 3, at host:port" (U84: gloo)."""
+    said = [line.partition("rank ")[2].partition(" ")[::2] for line in run.lines("rank ", ", gloo sum ")]
     return {int(rank): rest for rank, rest in said}
 
 
@@ -120,7 +124,7 @@ def test_two_runs_on_one_host_at_the_same_time_meet_on_different_ports(tmp_path,
     for ranks in said:
         assert sorted(ranks) == [0, 1]
         assert ranks[0].replace("local 0", "local 1") == ranks[1]
-        assert ranks[1].startswith("of 2, local 1, sum 3, at ")
+        assert ranks[1].startswith("of 2, local 1, gloo sum 3, at ")
     assert said[0][0] != said[1][0]
 
 
@@ -128,14 +132,14 @@ def test_a_port_given_to_the_deepspeed_launcher_is_kept(tmp_path):
     port = free_port()
     run = launch([str(BIN / "deepspeed"), "--master_port", str(port), MEET], tmp_path / "log")
     assert run.code == 0, run.out
-    assert met(run) == {0: f"of 1, local 0, sum 1, at 127.0.0.1:{port}"}
+    assert met(run) == {0: f"of 1, local 0, gloo sum 1, at 127.0.0.1:{port}"}
 
 
 def test_two_ranks_with_only_slurms_variables(tmp_path):
     runs = start_by_hand([sys.executable, MEET], slurm_tasks(2, job=free_port()), tmp_path / "log").wait()
     assert [run.code for run in runs] == [0, 0], runs[0].out
-    assert met(runs[0])[0].startswith("of 2, local 0, sum 3, at localhost:")
-    assert met(runs[0])[1].startswith("of 2, local 1, sum 3, at localhost:")
+    assert met(runs[0])[0].startswith("of 2, local 0, gloo sum 3, at localhost:")
+    assert met(runs[0])[1].startswith("of 2, local 1, gloo sum 3, at localhost:")
 
 
 def test_with_the_variables_of_torchrun_and_of_slurm_torchruns_win(tmp_path):
@@ -146,7 +150,7 @@ def test_with_the_variables_of_torchrun_and_of_slurm_torchruns_win(tmp_path):
     envs = [{**slurm, **given, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     runs = start_by_hand([sys.executable, MEET], envs, tmp_path / "log").wait()
     assert [run.code for run in runs] == [0, 0], runs[0].out
-    assert met(runs[0])[1] == f"of 2, local 1, sum 3, at 127.0.0.1:{port}"
+    assert met(runs[0])[1] == f"of 2, local 1, gloo sum 3, at 127.0.0.1:{port}"
 
 
 # ---- starts that cannot work ----------------------------------------------------------------------------------------

@@ -6,17 +6,6 @@ import torch.distributed as dist
 
 from spmdrl.distributed import comm, strategy
 from spmdrl.errors import UserError
-from tests.ranks import run_ranks
-
-
-def backend_and_sum():
-    return dist.get_backend(), float(comm.all_reduce_sum(torch.tensor(comm.rank() + 1.0)))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_without_a_gpu_the_group_is_gloo():
-    assert run_ranks(2, backend_and_sum) == [("gloo", 3.0), ("gloo", 3.0)]
 
 
 @pytest.fixture

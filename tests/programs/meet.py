@@ -5,13 +5,14 @@ import os
 import sys
 
 import torch
+from torch.distributed import get_backend
 
 from spmdrl.distributed import comm, guard
 
 
 def meet() -> None:
     total = int(comm.all_reduce_sum(torch.tensor([comm.rank() + 1])))
-    met = f"rank {comm.rank()} of {comm.world_size()}, local {os.environ['LOCAL_RANK']}, sum {total}"
+    met = f"rank {comm.rank()} of {comm.world_size()}, local {os.environ['LOCAL_RANK']}, {get_backend()} sum {total}"
     sys.stdout.write(f"{met}, at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}\n")
 
 
