@@ -207,14 +207,18 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path, one_rank, inputs):
 # ---- two ranks ------------------------------------------------------------------------------------------------------
 def train_everything(folder, inputs, zero_stage):
     """Actor's and critic's weights and the metrics of two steps with critic, texts and normalised rewards."""
-    from spmdrl.distributed import comm
-
     flags = {**inputs, **GAE, "zero_stage": zero_stage, "normalize_reward": True, "mask_truncated": True}
-    flags |= {"generate_max_len": 12, "train_batch_size": 4, "pretrain_key": "text", "verify_weight_sync": True}
-    trainer = build(f"{folder}/rank{comm.rank()}" if comm.rank() else folder, **flags)
+    flags |= {
+        "generate_max_len": 8,
+        "stop": list("aeiounrst"),
+        "train_batch_size": 4,
+        "pretrain_key": "text",
+        "verify_weight_sync": True,
+    }
+    trainer = build(folder, **flags)
     trainer.fit()
-    metrics = trainer.result().metrics if comm.is_main() else []
-    return weights_of(trainer.actor), weights_of(trainer.critic), metrics, trainer.texts.state_dict()
+    result = trainer.result()
+    return result.weights, weights_of(trainer.critic), result.metrics, trainer.texts.state_dict()
 
 
 @pytest.mark.slow
