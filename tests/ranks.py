@@ -33,7 +33,7 @@ def _main(fn: Callable, rank: int, world_size: int, port: int, results: Any, arg
         results.put((rank, None, traceback.format_exc()))
 
 
-def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 240) -> list[Any]:
+def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 600) -> list[Any]:
     """`fn(*args)` on every rank; the picklable results in rank order. An error on a rank fails the test at once."""
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_port()

@@ -72,7 +72,7 @@ class Strategy:
         kwargs: dict[str, Any] = {"lr": learning_rate, "betas": self.optim.adam_betas}
         if self.config.adam_offload:
             return cpu_adam_class()(groups, adamw_mode=True, **kwargs)
-        return torch.optim.AdamW(groups, fused=torch.cuda.is_available(), **kwargs)
+        return torch.optim.AdamW(groups, fused=True, **kwargs)
 
     def _ds_config(self, *, trainable: bool) -> dict[str, Any]:
         stage = self.config.zero_stage if trainable else 3
