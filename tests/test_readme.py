@@ -87,7 +87,7 @@ def test_the_main_job_runs_as_written(tmp_path):
         }.get(word, word)
         for word in shlex.split(job)
     ]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     for name in ("model.safetensors", "config.json", "metrics.jsonl", "samples.jsonl", "metrics.png", "config.yaml"):
         assert (tmp_path / "out" / name).stat().st_size > 0, name
