@@ -128,10 +128,10 @@ def test_phases_add_up_to_the_step_and_a_nested_one_counts_once(tmp_path):
     time.sleep(0.1)  # outside every phase
     tracker.log({}, 1)
     (row,) = metrics_of(tmp_path)
-    assert row["time/generate_s"] == pytest.approx(0.2, abs=0.08)
-    assert row["time/sync_weights_s"] == pytest.approx(0.1, abs=0.08)
-    assert row["time/other_s"] == pytest.approx(0.1, abs=0.08)
-    assert sync.seconds == pytest.approx(0.05, abs=0.04)
+    assert 0.2 <= row["time/generate_s"] < 1
+    assert 0.1 <= row["time/sync_weights_s"] < 0.9
+    assert 0.1 <= row["time/other_s"] < 0.9
+    assert 0.05 <= sync.seconds < 0.5
     parts = row["time/generate_s"] + row["time/sync_weights_s"] + row["time/other_s"]
     assert parts == pytest.approx(row["time/step_s"], abs=1e-6)
 

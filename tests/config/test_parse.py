@@ -1,6 +1,6 @@
+import resource
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -328,12 +328,18 @@ def test_use_wandb_can_be_switched_in_a_file(tmp_path):
     assert read("--config", str(written(tmp_path, "use_wandb: false"))).tracking.use_wandb is None
 
 
+def cpu_seconds():
+    """CPU time of the processes that were waited for: what a busy machine does not stretch."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 # ---- the process ------------------------------------------------------------------------------------------------
 def test_help_lists_every_flag_by_section_with_what_it_does(run_cli):
-    start = time.perf_counter()
+    start = cpu_seconds()
     result = run_cli("--help")
-    seconds = time.perf_counter() - start
-    sys.stdout.write(f"--help took {seconds:.2f} s\n")
+    seconds = cpu_seconds() - start
+    sys.stdout.write(f"--help took {seconds:.2f} s of CPU\n")
     assert (result.returncode, result.stderr) == (0, "")
     for flag in flags_of(PPOConfig).values():
         assert f"  --{flag.name}" in result.stdout
@@ -343,7 +349,7 @@ def test_help_lists_every_flag_by_section_with_what_it_does(run_cli):
         "--bf16, --no_bf16",
     ):
         assert text in result.stdout
-    assert seconds < 1.5  # 0.2 s on an idle slow core; torch alone would take 4
+    assert seconds < 1  # 0.15 on a slow core; importing torch alone takes 3
 
 
 @pytest.mark.parametrize(
@@ -352,14 +358,14 @@ def test_help_lists_every_flag_by_section_with_what_it_does(run_cli):
     ids=["typo", "not yet", "range", "line break", "nothing given"],
 )
 def test_an_error_is_one_line_and_exit_code_2(run_cli, words):
-    start = time.perf_counter()
+    start = cpu_seconds()
     result = run_cli(*words, WORLD_SIZE="2", RANK="1", LOCAL_RANK="1")
-    seconds = time.perf_counter() - start
-    sys.stdout.write(f"the error took {seconds:.2f} s\n")
+    seconds = cpu_seconds() - start
+    sys.stdout.write(f"the error took {seconds:.2f} s of CPU\n")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
-    assert seconds < 1.5
+    assert seconds < 1
 
 
 def test_only_one_rank_prints_the_help(run_cli):
