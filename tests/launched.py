@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 from tests.tiny import make_model, write_jsonl
 
 ROOT = Path(__file__).parents[1]
@@ -110,15 +108,6 @@ class Running:
         except OSError:
             return False
 
-    def rank(self, number: int) -> int:
-        """Process id of a rank, by its variables."""
-        for pid in self.members():
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if f"RANK={number}".encode() in words and TRAIN.encode() in command:
-                return pid
-        raise AssertionError(f"no rank {number}:\n{self.log.read_text()}")
-
     def until(self, text: str, timeout_s: float = 120) -> None:
         """Wait until the run has printed `text`."""
         deadline = time.monotonic() + timeout_s
@@ -159,6 +148,3 @@ def assert_trained(run: Launched, folder: Path, *, ranks: int) -> None:
     assert len(run.lines("step 1/1 | reward ")) == 1, run.out
     assert (folder / "model.safetensors").exists()
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
-
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
