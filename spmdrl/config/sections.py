@@ -68,7 +68,7 @@ class RolloutConfig:
     n_samples_per_prompt: int = 1
     """Responses sampled for each prompt; they form the group of the group estimators."""
     micro_rollout_batch_size: int = 8
-    """Samples of one scoring forward (log-probs, reference), per rank."""
+    """Samples of one scoring forward (log-probs, reference, values), per rank."""
     generate_max_len: int = 1024
     """Most tokens of one response; longer ones are cut and counted as truncated."""
     generate_min_len: int = 1
