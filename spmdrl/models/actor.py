@@ -77,7 +77,8 @@ def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatur
     logits = logits.to(_wide(logits.dtype))
     if temperature != 1.0:
         logits /= temperature
-    return torch.log_softmax(logits, dim=-1).clamp_(min=-1e30)
+    logits -= logits.logsumexp(dim=-1, keepdim=True)
+    return logits.clamp_(min=-1e30)
 
 
 def _entropy(log_p: Tensor) -> Tensor:

@@ -62,7 +62,8 @@ def test_gradients_pass_gradcheck_in_float64():
 
 
 def test_bf16_logits_are_raised_to_fp32_before_the_softmax():
-    """Equal to fp32 log-softmax of the same bf16 logits to 1e-6, and never positive (32k tokens)."""
+    """Equal to fp32 log-softmax of the same bf16 logits to two units in the last place of numbers around 20, and
+    never positive (32k tokens)."""
     generator = torch.Generator().manual_seed(0)
     head = torch.nn.Linear(16, 32_000, bias=False).bfloat16()
     hidden = (4 * torch.randn(6, 16, generator=generator)).bfloat16()
@@ -71,7 +72,7 @@ def test_bf16_logits_are_raised_to_fp32_before_the_softmax():
     exact = torch.log_softmax(head(hidden).float(), dim=-1)
     assert log_probs.dtype == entropy.dtype == torch.float32
     assert (log_probs <= 0).all()
-    torch.testing.assert_close(log_probs, exact.gather(-1, labels[:, None])[:, 0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(log_probs, exact.gather(-1, labels[:, None])[:, 0], atol=4e-6, rtol=0)
     torch.testing.assert_close(entropy, -(exact.exp() * exact).sum(-1), atol=1e-4, rtol=1e-6)
 
 
