@@ -55,7 +55,7 @@ def test_make_targets_files_and_links_exist():
             assert command.split()[1] in targets, command
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
-    tree = next(block for block in blocks("") if "cli/train_ppo.py" in block)
+    tree = next(block for block in blocks("") if block.startswith("cli/train_ppo.py"))
     for line in tree.splitlines():
         for path in re.findall(r"^[\w/.]+|(?<=  )\w+/(?=  |$)", line):
             assert (ROOT / path).exists(), path
