@@ -52,9 +52,13 @@ def write_inputs(
     reward: str = REWARD,
     rows: list[dict[str, Any]] | None = None,
     config: dict[str, Any] | None = None,
+    eos_ids: list[int] | None = None,
     **model: Any,
 ) -> dict[str, Any]:
-    """Flags that name a new model, prompts of different lengths and a reward function. `config`: into config.json."""
+    """Flags that name a new model, prompts of different lengths and a reward function.
+
+    config: values for config.json. eos_ids: for generation_config.json; many of them make responses of many lengths.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     numbers = range(1, num_prompts + 1)
     rows = rows or [{"question": "ab" * i + "?", "answer": {"value": i}, "number": i} for i in numbers]
@@ -63,6 +67,8 @@ def write_inputs(
     if config:
         file = Path(path, "config.json")
         file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    if eos_ids:
+        Path(path, "generation_config.json").write_text(json.dumps({"eos_token_id": eos_ids}))
     return {
         "pretrain": path,
         "prompt_data": write_jsonl(folder / "prompts.jsonl", rows),

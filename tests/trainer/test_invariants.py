@@ -78,8 +78,14 @@ ENGINES = []  # vLLM's state is the process's: engines live as long as it does
 def tensor_parallel_session(inputs, folder):
     """One engine over two ranks, in processes of their own: vLLM has one layout of ranks a process."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    flags = inputs | UNEVEN | VLLM | {"vllm_tensor_parallel_size": 2, "zero_stage": 3}
-    return run(f"{folder}/tp", **flags, verify_weight_sync=True)
+    parallel = inputs | VLLM | {"vllm_tensor_parallel_size": 2, "zero_stage": 3}
+    from spmdrl.trainer import ppo_trainer
+
+    ENGINES.append(ppo_trainer.build_engine(config_of(folder, **parallel | UNEVEN), None, dtype=torch.float32))
+    return {
+        "uneven": run(f"{folder}/uneven", ENGINES[0], **parallel | UNEVEN, verify_weight_sync=True),
+        "lonely": run(f"{folder}/lonely", ENGINES[0], **parallel | LONELY),
+    }
 
 
 ENGINES = []  # vLLM's state is the process's: engines live as long as it does
@@ -87,7 +93,7 @@ ENGINES = []  # vLLM's state is the process's: engines live as long as it does
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"), num_prompts=6, tie=True)
+    return write_inputs(tmp_path_factory.mktemp("inputs"), num_prompts=6, tie=True, eos_ids=[*range(40, 80)])
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +130,15 @@ def test_one_and_two_ranks_sample_the_same_and_train_the_same_weights(sessions, 
     one = sessions[1][0][engine]
     assert len(one.rows) == 12
     assert len({tuple(ids) for ids in one.ids()[0]}) == 6
+    assert len({row["num_tokens"] for row in one.rows}) > 3, "responses of one length would show less"
     for two in (rank[engine] for rank in sessions[2]):
         assert_same_samples(one, two)
         assert one.weights.keys() == two.weights.keys()
         for name, weight in one.weights.items():
             torch.testing.assert_close(two.weights[name], weight, atol=5e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        for name in ("loss", "grad_norm", "kl", "entropy", "ratio_first_pass"):
+            expected = one.column(f"policy/{name}")
+            assert two.column(f"policy/{name}") == pytest.approx(expected, rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.slow
@@ -200,11 +210,20 @@ def test_verify_weight_sync_catches_one_weight_that_is_off_in_the_engine(session
 @needs_vllm
 def test_an_engine_over_two_ranks_samples_as_one_engine_a_rank(sessions, tensor_parallel):
     """Tensor parallelism of 2: ranks pool 2 prompts and 1, and each takes its own responses back."""
-    single, parallel = sessions[2][0]["vllm"], tensor_parallel[0]
+    single, parallel = sessions[2][0]["vllm"], tensor_parallel[0]["uneven"]
     assert parallel.ids() == single.ids()
     for a, b in zip(parallel.samples[0], single.samples[0], strict=True):
         torch.testing.assert_close(a.rollout_log_probs, b.rollout_log_probs, atol=2e-5, rtol=0)
     assert parallel.column("mismatch/max_abs_diff") == pytest.approx([0, 0], abs=1e-4)
+    assert parallel.weight_gap is not None
+    assert parallel.weight_gap < 1e-4
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_a_rank_of_an_engine_over_two_may_have_no_prompts(sessions, tensor_parallel):
+    for rank in tensor_parallel:
+        assert_same_samples(rank["lonely"], sessions[1][0]["vllm lonely"])
 
 
 # ---- before the first update ----------------------------------------------------------------------------------------
