@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from spmdrl.rollout.engine import Request
 from tests.ranks import run_ranks
 from tests.rollout import contract
 from tests.rollout.contract import FREE, REQUESTS, EngineContract
@@ -44,12 +45,29 @@ def load(path, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
 
 
+# A KV block holds 128 tokens on CPU, and only whole blocks are cached.
+LONG = [Request([20 + i % 250 for i in range(150)], seed) for seed in range(2)]
+
+
+def ask_about_the_prefix_cache(engine, model):
+    """The same long prompt before a load, after it, and after a reset."""
+    engine.generate(LONG, FREE)
+    engine.load_weights(iter(contract.perturbed(model).items()))
+    stale = engine.generate(LONG, FREE)
+    engine.reset_prefix_cache()
+    return {"stale": stale, "fresh": engine.generate(LONG, FREE)}
+
+
 def ask_all(paths):
     """One process, several engines: the contract's questions of the first, and what differs of the others."""
     torch_threads = torch.get_num_threads()
     engine = build(paths["fp32"], enable_prefix_caching=True)
-    out = contract.ask(engine, load(paths["fp32"]))
+    model = load(paths["fp32"])
+    out = contract.ask(engine, model)
     out["threads"] = torch_threads, torch.get_num_threads()
+    out["prefix cache"] = ask_about_the_prefix_cache(
+        build(paths["fp32"], max_len=200, enable_prefix_caching=True), model
+    )
     for name in ("tied bf16", "tied fp32", "gpt2"):
         dtype = torch.bfloat16 if "bf16" in name else torch.float32
         model, engine = load(paths[name], dtype), build(paths[name], dtype)
@@ -104,12 +122,25 @@ def test_other_models_get_the_trainers_weights(answers, paths, name, tolerance):
     own.load_state_dict(contract.perturbed(own, scale=0.02), strict=False)
     assert "lm_head.weight" not in answers[name]["sent"]
     assert len(answers[name]["sent"]) == len(set(answers[name]["sent"]))
+    assert largest_gap(own, REQUESTS, answers[name]["completions"]) < tolerance
+
+
+def test_a_reset_forgets_what_older_weights_computed(answers, paths):
+    """Without it the cached block of a long prompt is used again: the log-probs are off."""
+    own = load(paths["fp32"])
+    own.load_state_dict(contract.perturbed(own), strict=False)
+    assert largest_gap(own, LONG, answers["prefix cache"]["fresh"]) < 1e-4
+    assert largest_gap(own, LONG, answers["prefix cache"]["stale"]) > 1e-2
+
+
+def largest_gap(model, requests, completions):
+    """Between the engine's log-probs and those of `model`."""
     gaps = []
-    for request, completion in zip(REQUESTS, answers[name]["completions"], strict=True):
-        expected = contract.filtered_log_probs(contract.logits_of(own, request.prompt_ids, completion), FREE)
+    for request, completion in zip(requests, completions, strict=True):
+        expected = contract.filtered_log_probs(contract.logits_of(model, request.prompt_ids, completion), FREE)
         picked = expected.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
         gaps.append((torch.tensor(completion.log_probs).double() - picked).abs())
-    assert torch.cat(gaps).max() < tolerance
+    return float(torch.cat(gaps).max())
 
 
 def test_a_model_that_vllm_cannot_run_is_refused_with_a_way_out(answers):
