@@ -44,7 +44,7 @@ def train_step(path, zero_stage, micro_batch_size, order, aggregation, optimizer
     strategy = Strategy(DeepSpeedConfig(zero_stage=zero_stage, **dict(extra)), optim, dtype=torch.float32)
     with strategy.loading():
         model = load_causal_lm(ModelConfig(pretrain=path), dtype=torch.float32)
-    engine = strategy.trainable(Actor(model), learning_rate=1e-2, total_steps=10)
+    engine = smooth(strategy.trainable(Actor(model), learning_rate=1e-2, total_steps=10))
     update = PolicyUpdate(strategy, algo, optim, max_tokens=16, correction="tis")
     samples = fixed_samples()
     metrics = UpdateMetrics()
@@ -54,13 +54,18 @@ def train_step(path, zero_stage, micro_batch_size, order, aggregation, optimizer
     return weights, metrics.reduce()
 
 
+def smooth(engine):
+    """The engine with an Adam whose steps depend smoothly on the gradient: with the usual epsilon a gradient whose
+    contributions cancel is rounding, which Adam divides by rounding, and any gradient's scale hardly matters."""
+    for group in engine.optimizer.param_groups:
+        group["eps"] = 1e-3
+    return engine
+
+
 def assert_same_weights(a, b, atol):
-    """Equal to `atol` but for at most 1 weight in 1000, and those to a fifth of a learning rate of 1e-2: where a
-    gradient is a sum that cancels, Adam divides rounding by rounding. Losses and norms are compared exactly beside."""
     assert a.keys() == b.keys()
-    gaps = torch.cat([(a[name] - b[name]).abs().flatten() for name in a])
-    assert gaps.max() < 2e-3, f"largest gap {gaps.max():.2e}"
-    assert (gaps > atol).double().mean() <= 1e-3, f"{int((gaps > atol).sum())} of {len(gaps)} weights differ"
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def moved(path, weights):
@@ -75,9 +80,7 @@ def moved(path, weights):
 def test_the_update_does_not_depend_on_ranks_micro_batches_or_order(tmp_path, aggregation):
     """Invariant 1: 1 rank x 7 samples against 2 ranks x micro-batches of 1, 2 and 4 in another order, ZeRO-3.
 
-    Adam's first step is lr * sign(gradient) nearly everywhere, so gradients off by a common factor would pass: the
-    second step and the reported loss and norm would not. A model without biases: the loss does not depend on a key's
-    bias, whose gradient is rounding that Adam scales up.
+    Clipping takes a common factor out of the gradients; the reported loss and norm keep it.
     """
     path = make_model(tmp_path / "model", "llama")
     one, report = run_ranks(1, train_step, path, 0, 8, range(7), aggregation, 2)[0]
