@@ -6,3 +6,9 @@ class UserError(ValueError):
 
     The command line prints the message without a traceback and exits with 2, from every rank.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, for a message of one line; the error's kind where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

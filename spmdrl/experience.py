@@ -23,9 +23,7 @@ class Sample:
     index: int  # which of the group's samples
     row: int  # of the data set
     rewards: float = float("nan")  # set when the response is rewarded
-    score: float = float(
-        "nan"
-    )  # what dynamic filtering looks at; the reward unless the reward function says otherwise
+    score: float = float("nan")  # what dynamic filtering looks at; the reward where the function gives no score
     greedy_reward: float | None = None  # of the greedy response to the same prompt, for remax
     log_probs: Tensor | None = None  # (A,) fp32: the trainer's, at collection
     ref_log_probs: Tensor | None = None  # (A,) fp32

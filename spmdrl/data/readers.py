@@ -7,6 +7,7 @@ the type of values to fit a column. Text files are indexed once and stay on disk
 import csv
 import json
 import os
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,11 +40,11 @@ class _LineFile(Sequence[Row]):
         self._stamp = self._version()
         self._index(self._file)
 
-    def _index(self, file: BinaryIO) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _index(self, file: BinaryIO) -> None: ...
 
-    def _parse(self, text: str, index: int) -> Row:
-        raise NotImplementedError
+    @abstractmethod
+    def _parse(self, text: str, index: int) -> Row: ...
 
     def _add(self, start: int, size: int, line: int) -> None:
         self._starts.append(start)

@@ -115,12 +115,6 @@ def any_rank(flag: bool) -> bool:
     return all_reduce_max(float(flag)) > 0
 
 
-def assert_same(name: str, value: int) -> None:
-    """Stop every rank when `value` differs between ranks."""
-    values = all_gather_object(value)
-    assert len(set(values)) == 1, f"{name} differs between ranks: {values}"
-
-
 def all_gather_object(value: T, group: Any = None) -> list[T]:
     """Every rank's `value`, in rank order."""
     size = dist.get_world_size(group) if dist.is_initialized() else 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.distributed import comm
-from spmdrl.errors import UserError
+from spmdrl.errors import UserError, first_line
 
 LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "f2fs"}
 LONGEST_BUILD_S = 900.0  # on a file system that another host may see
@@ -44,8 +44,8 @@ def _build() -> None:
         try:
             _load()
         except (RuntimeError, ImportError, OSError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise UserError(f"--adam_offload: cannot compile its C++ (needs g++ and ninja): {first}") from error
+            reason = first_line(error)
+            raise UserError(f"--adam_offload: cannot compile its C++ (needs g++ and ninja): {reason}") from error
         if compiles:
             comm.say(f"--adam_offload: compiled in {time.monotonic() - start:.0f} s")
 

@@ -10,11 +10,6 @@ from torch import Tensor, nn
 from spmdrl.distributed.strategy import unwrap
 
 
-def weight_names(model: nn.Module) -> list[str]:
-    """Names that a sync sends: tied weights once, under the name of the first."""
-    return [name for name, _ in model.named_parameters()]
-
-
 def iter_weights(engine: Any, *, bucket_mb: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) of the causal LM in `engine`; every rank must run the iterator to its end.
 

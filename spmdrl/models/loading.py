@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from spmdrl.config import ModelConfig
-from spmdrl.errors import UserError
+from spmdrl.errors import UserError, first_line
 
 # Heads that do more than a linear product: log-probs from LogProbHead would be wrong, so they are refused.
 UNSUPPORTED_HEADS = {"final_logit_softcapping": "soft-capped logits", "logit_scale": "scaled logits"}
@@ -50,8 +50,7 @@ def reading(source: str, what: str) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{source}: cannot load {what}: {first_line}") from error
+        raise UserError(f"{source}: cannot load {what}: {first_line(error)}") from error
 
 
 def read_hf_config(name: str | None, config: ModelConfig, **changes: Any) -> Any:
@@ -79,7 +78,7 @@ def checkpoint_weight_names(config: ModelConfig) -> list[str]:
     """Names of the weights of `--pretrain`, tied ones once, without loading any."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with reading(f"--pretrain {config.pretrain}", "a causal LM"), torch.device("meta"):
         hf_config = AutoConfig.from_pretrained(config.pretrain, trust_remote_code=config.trust_remote_code)
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
     return [name for name, _ in model.named_parameters()]

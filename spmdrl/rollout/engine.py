@@ -83,7 +83,7 @@ class RolloutEngine(Protocol):
     def wake_up(self, tags: Sequence[str]) -> None: ...
 
 
-def sampling_seed(run_seed: int, step: int, row: int, index: int, purpose: str = "rollout") -> int:
+def sampling_seed(run_seed: int, step: int, group_id: int, index: int) -> int:
     """A 63-bit seed that depends on what is sampled and not on which rank samples it."""
-    digest = hashlib.blake2b(f"{purpose}/{run_seed}/{step}/{row}/{index}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"rollout/{run_seed}/{step}/{group_id}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from spmdrl.config import RolloutConfig
 from spmdrl.distributed import comm
 from spmdrl.distributed.weight_sync import check_names
-from spmdrl.errors import UserError
+from spmdrl.errors import UserError, first_line
 from spmdrl.rollout.engine import Completion, Request, SamplingOptions
 
 CPU_KV_CACHE_GB = 4
@@ -65,7 +65,7 @@ class VLLMEngine:
                 )
             except (ValueError, NotImplementedError) as error:
                 raise UserError(
-                    f"--engine vllm cannot run {pretrain}: {_first_line(error)}; try --engine hf"
+                    f"--engine vllm cannot run {pretrain}: {first_line(error)}; try --engine hf"
                 ) from error
 
     @staticmethod
@@ -175,8 +175,3 @@ class _threads_kept:
     def __exit__(self, *exc: Any) -> None:
         torch.set_num_threads = self.set_count
         torch.set_num_threads(self.count)
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -64,11 +64,12 @@ class PolicyUpdate:
         log_probs, entropy = engine(exp.sequences, mask, with_entropy=True)
         old = self._behaviour_log_probs(exp, log_probs)
         per_token, metrics = self.policy_loss(log_probs, old, exp.advantages, mask)
+        sums: Metrics = {}
         if exp.rollout_log_probs is not None and not self.old_from_engine:
             weights = self.correct(old, exp.rollout_log_probs, mask)
             per_token = per_token * weights
             metrics |= mismatch_metrics(old, exp.rollout_log_probs, mask, weights)
-            metrics["max/mismatch/max_abs_diff"] = mismatch_max(old, exp.rollout_log_probs, mask)
+            sums["max/mismatch/max_abs_diff"] = mismatch_max(old, exp.rollout_log_probs, mask)
         policy_loss = self.aggregate(per_token, mask, counts)
         loss = policy_loss
         if self.use_kl_loss and exp.ref_log_probs is not None:
@@ -78,12 +79,7 @@ class PolicyUpdate:
             loss = loss - self.entropy_coef * self.aggregate(entropy, mask, counts)
         metrics["policy/entropy"] = entropy.detach()
         metrics |= self._kl_metrics(log_probs.detach(), exp, mask)
-        sums = {
-            name if name[:4] == "max/" else f"sum/{name}": value
-            if value.ndim == 0
-            else masked_sum(value.detach(), mask)
-            for name, value in metrics.items()
-        }
+        sums |= {f"sum/{name}": masked_sum(value.detach(), mask) for name, value in metrics.items()}
         sums["max/policy/ratio_dev"] = log_ratio(log_probs, old, mask).detach().exp().sub(1).abs().max()
         sums["step/policy/loss"], sums["step/policy/pg_loss"] = loss.detach(), policy_loss.detach()
         return loss, sums
