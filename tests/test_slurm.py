@@ -30,6 +30,7 @@ def slurm(tmp_path_factory):
     had_munge = is_running(MUNGE_PID)
     home = tmp_path_factory.mktemp("slurm")
     env = {**os.environ, "SLURM_HOME": str(home), "DEBIAN_FRONTEND": "noninteractive"}
+    env.pop("OMP_NUM_THREADS", None)  # `nproc`, which counts the node's CPUs for it, believes this variable
     started = subprocess.run([str(SLURM_UP)], env=env, capture_output=True, text=True, timeout=280)
     try:
         if started.returncode or "idle" not in started.stdout:
