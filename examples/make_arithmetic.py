@@ -1,10 +1,9 @@
-"""Sums and differences up to 20 as prompts with their answers, for the demo.
+"""Sums and differences up to 10 as prompts with their answers, for the demo.
 
     python examples/make_arithmetic.py OUT.jsonl --num 512 --seed 0
 
-One row a question: {"input": "2 + 3 = 5\\n7 + 5 =", "label": "12", "kind": "sum"}. A solved example stands first,
-so that the untrained model knows what is asked. Numbers added are at most --largest / 2 and a minuend at most
---largest, and nothing is negative. The same seed writes the same file.
+One row a question: {"input": "Question: 4 + 5 = ?\\nAnswer:", "label": "9", "kind": "sum"}. Numbers added are at most
+--largest / 2 and a minuend at most --largest, and nothing is negative. The same seed writes the same file.
 """
 
 import argparse
@@ -12,7 +11,7 @@ import json
 import random
 from pathlib import Path
 
-WORDING = "2 + 3 = 5\n{left} {sign} {right} ="
+WORDING = "Question: {left} {sign} {right} = ?\nAnswer:"
 
 
 def make_row(rng: random.Random, largest: int) -> dict[str, str]:
@@ -30,7 +29,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--num", type=int, default=512, help="number of rows (512)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--largest", type=int, default=20, help="largest result (20)")
+    parser.add_argument("--largest", type=int, default=10, help="largest result (10)")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     rows = [make_row(rng, args.largest) for _ in range(args.num)]
