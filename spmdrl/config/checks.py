@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from spmdrl.config.flags import flags_of, values_of
@@ -27,21 +27,23 @@ def check_flags(config: PPOConfig) -> None:
     check_needs(config)
     check_template(config)
     check_hardware(config)
+    check_evaluation(config)
 
 
+Range = tuple[Callable[[Any], bool], str]  # whether a value is in it, and what it is called
 _POSITIVE = (lambda x: x > 0, "above 0")
 _NOT_NEGATIVE = (lambda x: x >= 0, "0 or more")
 _AT_LEAST_1 = (lambda x: x >= 1, "at least 1")
 _SHARE = (lambda x: 0 <= x <= 1, "from 0 to 1")
 _ASCENDING = (lambda x: x[0] < x[1], "two numbers, the lower first")
 
-RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+RANGES: dict[str, Range] = {
     **dict.fromkeys(
         (
             *("rollout_batch_size", "micro_rollout_batch_size", "train_batch_size", "micro_train_batch_size"),
             *("n_samples_per_prompt", "max_epochs", "num_episodes", "logging_steps", "max_samples", "prompt_max_len"),
             *("generate_max_len", "generate_min_len", "vllm_tensor_parallel_size", "sync_bucket_mb", "zpg"),
-            *("vllm_kv_cache_gb", "kl_horizon", "overlong_buffer_len", "dynamic_filtering_max_draws"),
+            *("vllm_kv_cache_gb", "kl_horizon", "overlong_buffer_len", "dynamic_filtering_max_draws", "lora_alpha"),
         ),
         _AT_LEAST_1,
     ),
@@ -53,7 +55,13 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("sapo_tau_pos", "sapo_tau_neg"), _POSITIVE),
     **dict.fromkeys(("gamma", "lambd", "lr_warmup_ratio", "min_lr_ratio"), _SHARE),
     **dict.fromkeys(("reward_clip_range", "rollout_correction_range", "dynamic_filtering_range"), _ASCENDING),
+    "eval_steps": (lambda x: x == -1 or x >= 1, "-1 (never) or at least 1"),
+    "eval_temperature": _NOT_NEGATIVE,
+    "anomaly_min_entropy": _NOT_NEGATIVE,
+    "anomaly_spike_factor": (lambda x: x > 1, "above 1"),
     "temperature": (lambda x: x > 0, "above 0: a greedy choice has no probability to train"),
+    "lora_rank": _NOT_NEGATIVE,
+    "lora_dropout": (lambda x: 0 <= x < 1, "from 0 to below 1"),
     "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
     "top_k": (lambda x: x == -1 or x >= 1, "-1 (all tokens) or at least 1"),
     "zero_stage": (lambda x: 0 <= x <= 3, "0, 1, 2 or 3"),
@@ -65,11 +73,11 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_ranges(config: PPOConfig) -> None:
+def check_ranges(config: Any, ranges: Mapping[str, Range] = RANGES) -> None:
     for name, value in values_of(config).items():
-        if value is None or name not in RANGES:
+        if value is None or name not in ranges:
             continue
-        is_valid, wanted = RANGES[name]
+        is_valid, wanted = ranges[name]
         if not is_valid(value):
             shown = " ".join(f"{x:g}" for x in value) if isinstance(value, tuple) else value
             raise UserError(f"--{name} must be {wanted}, got {shown}")
@@ -197,20 +205,22 @@ NEEDS = {
     "kl_horizon": "kl_target",
     **dict.fromkeys(("pretrain_data_probs", "pretrain_split", "pretrain_key", "ptx_coef"), "pretrain_data"),
     "overlong_penalty_factor": "overlong_buffer_len",
+    **dict.fromkeys(("eval_split", "eval_temperature", "eval_n_samples_per_prompt", "eval_on_start"), "eval_dataset"),
     "dynamic_filtering_range": "dynamic_filtering",
     "dynamic_filtering_max_draws": "dynamic_filtering",
     "gradient_checkpointing_use_reentrant": "gradient_checkpointing",
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "target_modules", "load_in_4bit"), "lora_rank"),
 }
 
 
-def check_needs(config: PPOConfig) -> None:
+def check_needs(config: Any, needs: Mapping[str, str] = NEEDS) -> None:
     flags, values = flags_of(type(config)), values_of(config)
-    for setting, needed in NEEDS.items():
-        if values[setting] != flags[setting].default and not values[needed]:
+    for setting, needed in needs.items():
+        if setting in flags and values[setting] != flags[setting].default and not values[needed]:
             raise UserError(f"--{setting} changes nothing without --{needed}; give both or neither")
-    if values["min_lr_ratio"] != flags["min_lr_ratio"].default and "min_lr" not in config.optim.lr_scheduler:
+    if values["min_lr_ratio"] != flags["min_lr_ratio"].default and "min_lr" not in values["lr_scheduler"]:
         raise UserError(
-            f"--min_lr_ratio changes nothing with --lr_scheduler {config.optim.lr_scheduler}; drop one of them"
+            f"--min_lr_ratio changes nothing with --lr_scheduler {values['lr_scheduler']}; drop one of them"
         )
 
 
@@ -219,11 +229,27 @@ def check_template(config: PPOConfig) -> None:
         raise UserError("--input_template and --apply_chat_template both shape the prompt; give one of them")
 
 
-def check_hardware(config: PPOConfig) -> None:
+def check_hardware(config: Any) -> None:
     deepspeed, model = config.deepspeed, config.model
     if deepspeed.adam_offload and deepspeed.zero_stage == 0:
         raise UserError("--adam_offload needs --zero_stage 1, 2 or 3, got 0")
+    if config.lora.load_in_4bit and deepspeed.zero_stage == 3:
+        raise UserError("--load_in_4bit with --zero_stage 3: packed weights are not sharded; take --zero_stage 2")
     if deepspeed.zpg > 1 and deepspeed.zero_stage != 3:
         raise UserError(f"--zpg {deepspeed.zpg} partitions ZeRO-3 weights: it needs --zero_stage 3")
     if model.attention == "flash_attention_2" and model.bf16 is False:
         raise UserError("--attention flash_attention_2 (--flash_attn) computes in bfloat16 only; drop it or --no_bf16")
+
+
+def check_evaluation(config: PPOConfig) -> None:
+    evaluation = config.eval
+    evaluates = evaluation.eval_steps > 0 or evaluation.eval_on_start
+    if evaluation.eval_dataset is None and evaluates:
+        raise UserError("--eval_steps evaluates on held-out prompts: give --eval_dataset, or leave --eval_steps out")
+    if evaluation.eval_dataset is not None and not evaluates:
+        raise UserError("--eval_dataset is read every --eval_steps steps: give --eval_steps too")
+    if evaluation.eval_temperature == 0 and evaluation.eval_n_samples_per_prompt > 1:
+        raise UserError(
+            f"--eval_temperature 0 gives the same response {evaluation.eval_n_samples_per_prompt} times: "
+            "add --eval_n_samples_per_prompt 1"
+        )

@@ -50,7 +50,15 @@ def _fill(text: str, width: int, indent: int) -> str:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name → the string below it in the source of the class."""
+    """Field name → the string below it in the source of the class, or of the class that it takes the field from."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if is_dataclass(base):
+            docs |= _own_docs(base)
+    return docs
+
+
+def _own_docs(cls: type) -> dict[str, str]:
     classes = (node for node in parsed(Path(inspect.getfile(cls))).body if isinstance(node, ast.ClassDef))
     node = next(node for node in classes if node.name == cls.__name__)
     docs = {}

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 def check_surroundings(config: PPOConfig, world_size: int) -> None:
     check_required(config)
     check_packages(config)
+    check_engine(config)
     check_files(config)
     check_ranks(config, world_size)
     for flag, name in models(config).items():
@@ -41,14 +43,22 @@ def models(config: PPOConfig) -> dict[str, str]:
 
 
 # Packages that are not installed by default, by the flag that asks for them.
-PACKAGES = {"use_wandb": "wandb", "use_tensorboard": "tensorboard"}
+PACKAGES = {
+    "use_wandb": "wandb",
+    "use_tensorboard": "tensorboard",
+    "lora_rank": "peft",
+    "load_in_4bit": "bitsandbytes",
+}
 
 
-def check_packages(config: PPOConfig) -> None:
+def check_packages(config: Any) -> None:
     values = values_of(config)
     for flag, package in PACKAGES.items():
-        if values[flag] is not None and not is_installed(package):
+        if values.get(flag) not in (None, 0) and not is_installed(package):
             raise UserError(f"--{flag} needs the package {package}: pip install {package}, or leave the flag out")
+
+
+def check_engine(config: PPOConfig) -> None:
     if config.rollout.engine == "vllm" and not is_installed("vllm"):
         raise UserError("--engine vllm needs the package vllm: install it, or sample with --engine hf")
 
@@ -76,20 +86,38 @@ def check_required(config: PPOConfig) -> None:
 
 
 def check_files(config: PPOConfig) -> None:
-    for flag, name in models(config).items():
+    check_models(models(config))
+    check_sources(
+        {
+            "prompt_data": config.data.prompt_data,
+            "pretrain_data": config.ptx.pretrain_data,
+            "eval_dataset": config.eval.eval_dataset,
+        }
+    )
+    check_reward_file("remote_rm_url", config.reward.remote_rm_url)
+    for spec in config.reward.reward_func:
+        check_reward_file("reward_func", spec)
+    check_save_path(config.checkpoint.save_path)
+
+
+def check_models(names: Mapping[str, str]) -> None:
+    """names: the checkpoints that are given, by flag."""
+    for flag, name in names.items():
         if looks_local(name) and not (Path(name) / "config.json").is_file():
+            if (Path(name) / "adapter_config.json").is_file():
+                raise UserError(f"--{flag} {name} is a LoRA adapter: make a whole model of it with cli/merge_lora.py")
             missing = "there is no config.json in it" if Path(name).exists() else "no such directory"
             raise UserError(f"--{flag} {name}: {missing}")
-    for flag, sources in (("prompt_data", config.data.prompt_data), ("pretrain_data", config.ptx.pretrain_data)):
+
+
+def check_sources(specs: Mapping[str, str | None]) -> None:
+    """specs: data sources, several separated by commas, by flag."""
+    for flag, sources in specs.items():
         for source in (sources or "").split(","):
             path = source.strip()
             path = path if Path(path).expanduser().exists() else re.sub(r"@[^/@]*$", "", path)
             if looks_local(path) and not Path(path).expanduser().exists():
                 raise UserError(f"--{flag} {path}: no such file or directory")
-    check_reward_file("remote_rm_url", config.reward.remote_rm_url)
-    for spec in config.reward.reward_func:
-        check_reward_file("reward_func", spec)
-    check_save_path(config.checkpoint.save_path)
 
 
 def check_reward_file(flag: str, spec: str | None) -> None:
@@ -121,10 +149,10 @@ def looks_local(name: str) -> bool:
     return bool(name) and (written_as_path or Path(name).exists())
 
 
-def check_ranks(config: PPOConfig, world_size: int) -> None:
+def check_ranks(config: Any, world_size: int) -> None:
     values = values_of(config)
     for name in ("vllm_tensor_parallel_size", "zpg"):
-        size = values[name]
+        size = values.get(name, 1)
         if world_size % size:
             raise UserError(
                 f"--{name} {size} does not divide the {world_size} rank{'s' if world_size > 1 else ''} of this run; "

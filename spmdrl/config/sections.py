@@ -34,6 +34,22 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """LoRA: train small matrices beside frozen weights, of the policy and of the critic."""
+
+    lora_rank: int = 0
+    """Rank of the trainable matrices; 0 trains all weights. The reference model is then the frozen weights alone."""
+    lora_alpha: int = 16
+    """What the matrices add is multiplied by this / --lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout in front of the matrices while they train; the policy ratio is noisy with it."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the linear layers that get matrices, such as q_proj v_proj; all-linear is all but the head."""
+    load_in_4bit: bool = False
+    """Keep the frozen weights in 4 bits (QLoRA); needs a GPU and bitsandbytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptDataConfig:
     """Prompts."""
 
@@ -222,7 +238,7 @@ class PtxConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class OptimizerConfig:
     """Optimisation."""
 
     train_batch_size: int = 128
@@ -231,10 +247,6 @@ class OptimConfig:
     """Samples of one forward and backward, per rank."""
     max_epochs: int = 1
     """Passes over the samples of one rollout."""
-    num_episodes: int = 1
-    """Passes over the prompts."""
-    actor_learning_rate: float = 1e-6
-    """Peak learning rate of the policy."""
     lr_scheduler: Literal[
         "cosine_with_min_lr",
         "cosine_warmup_with_min_lr",
@@ -260,6 +272,16 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OptimConfig(OptimizerConfig):
+    """Optimisation."""
+
+    num_episodes: int = 1
+    """Passes over the prompts."""
+    actor_learning_rate: float = 1e-6
+    """Peak learning rate of the policy."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig:
     """DeepSpeed."""
 
@@ -277,6 +299,44 @@ class DeepSpeedConfig:
     """Number format in which gradients are accumulated; left out: DeepSpeed's choice."""
     ref_reward_offload: bool = False
     """Keep the reference model in host memory while it is not scoring."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation on held-out prompts, rewarded as the training prompts are."""
+
+    eval_steps: int = -1
+    """Evaluate every this many steps and after the last one; -1: never."""
+    eval_dataset: str | None = None
+    """Held-out prompts, in the columns of --prompt_data; several sources separated by commas follow one another."""
+    eval_split: str = "test"
+    """Split to read where a source has several."""
+    eval_temperature: float = 0.6
+    """Sampling temperature of the evaluation; 0 takes the most likely token."""
+    eval_n_samples_per_prompt: int = 4
+    """Responses to each held-out prompt; eval/pass@N is the mean of the best reward of the N."""
+    eval_on_start: bool = False
+    """Evaluate before the first step too, as step 0."""
+
+
+AnomalyKind = Literal["nonfinite", "grad_spike", "kl_spike", "entropy_collapse", "all_truncated", "all_flat"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnomalyConfig:
+    """Guardrails: what happens when training goes wrong. Each case is counted as anomaly/..."""
+
+    on_anomaly: Literal["auto", "warn", "skip", "stop", "rollback"] = "auto"
+    """warn: one line. skip: leave the optimizer step, or the rollout, out. stop: save and end. rollback: go on from the
+    newest checkpoint with other samples. auto: stop at NaN and infinities, warn of the rest. Weights never take a step
+    that is not finite."""
+    anomaly_ignore: tuple[AnomalyKind, ...] = ()
+    """Cases that are only counted."""
+    anomaly_spike_factor: float = 10.0
+    """A gradient norm or KL is a spike above this many times the median of the last 50; norms that are not clipped and
+    a KL below 0.1 never are."""
+    anomaly_min_entropy: float = 1e-3
+    """Entropy per sampled token, in nats, below which the policy has collapsed."""
 
 
 @dataclass(frozen=True, kw_only=True)
