@@ -8,25 +8,32 @@ from spmdrl.config.parse import parse_config, save_config
 from spmdrl.config.ppo import PPOConfig
 from spmdrl.config.sections import (
     AlgoConfig,
+    AnomalyConfig,
     CheckpointConfig,
     CriticConfig,
     DeepSpeedConfig,
+    EvalConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     PromptDataConfig,
     PtxConfig,
     RewardConfig,
     RolloutConfig,
+    StoppingConfig,
     TrackingConfig,
 )
 from spmdrl.config.sizes import BatchSizes, describe_sizes, sizes
 
 __all__ = [
     "AlgoConfig",
+    "AnomalyConfig",
     "BatchSizes",
     "CheckpointConfig",
     "CriticConfig",
     "DeepSpeedConfig",
+    "EvalConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimConfig",
     "PPOConfig",
@@ -34,6 +41,7 @@ __all__ = [
     "PtxConfig",
     "RewardConfig",
     "RolloutConfig",
+    "StoppingConfig",
     "TrackingConfig",
     "describe_sizes",
     "parse_config",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from spmdrl.config.flags import flags_of, values_of
 from spmdrl.config.registry import ALGOS, dict_of_strings
@@ -20,7 +21,7 @@ def check_flags(config: PPOConfig) -> None:
     check_lengths(config)
     check_estimator(config)
     check_critic(config)
-    check_reward_weights(config)
+    check_rewards(config)
     check_kl(config)
     check_old_log_probs(config)
     check_unread_settings(config)
@@ -48,7 +49,11 @@ RANGES: dict[str, Range] = {
         _AT_LEAST_1,
     ),
     **dict.fromkeys(
-        ("max_norm", "l2", "init_kl_coef", "entropy_coef", "ptx_coef", "overlong_penalty_factor"), _NOT_NEGATIVE
+        (
+            *("max_norm", "l2", "init_kl_coef", "entropy_coef", "ptx_coef", "overlong_penalty_factor"),
+            *("phase_timeout", "time_limit_margin_s"),
+        ),
+        _NOT_NEGATIVE,
     ),
     **dict.fromkeys(("actor_learning_rate", "critic_learning_rate"), _NOT_NEGATIVE),
     **dict.fromkeys(("eps_clip", "value_clip", "kl_target", "rollout_token_cap"), _POSITIVE),
@@ -146,13 +151,31 @@ def check_critic(config: PPOConfig) -> None:
             )
 
 
-def check_reward_weights(config: PPOConfig) -> None:
-    functions, weights = config.reward.reward_func, config.reward.reward_weights
-    if weights and len(weights) != len(functions):
+def check_rewards(config: PPOConfig) -> None:
+    reward, given = config.reward, len(config.reward.reward_weights)
+    if given and given != reward.num_sources:
         raise UserError(
-            f"--reward_weights has {len(weights)} number{'s' * (len(weights) > 1)} for the {len(functions)} functions "
-            f"of --reward_func; give one for each"
+            f"--reward_weights has {given} number{'s' * (given > 1)} for {reward.num_sources} "
+            f"reward{'s' * (reward.num_sources != 1)}: {len(reward.models)} of --reward_pretrain, "
+            f"{int(bool(reward.remote_rm_url))} of --remote_rm_url, {len(reward.reward_func)} of --reward_func; give "
+            f"one for each, in this order"
         )
+    for url in reward.servers:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UserError(f"--remote_rm_url {url}: a reward server is http://host:port/path")
+        if parts.username or parts.password:
+            raise UserError(
+                f"--remote_rm_url of {parts.hostname} has a name or password in it, which logs would show; put a "
+                f"bearer token in the environment variable SPMDRL_RM_TOKEN"
+            )
+    if reward.servers and len(reward.servers) != len((reward.remote_rm_url or "").split(",")):
+        raise UserError(
+            f"--remote_rm_url {reward.remote_rm_url}: either servers or one Python file; give functions with "
+            f"--reward_func"
+        )
+    if reward.remote_rm_timeout != 600 and not reward.servers:
+        raise UserError("--remote_rm_timeout changes nothing without a server in --remote_rm_url")
 
 
 def check_kl(config: PPOConfig) -> None:

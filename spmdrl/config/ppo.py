@@ -6,15 +6,19 @@ from spmdrl.config import checks, preflight
 from spmdrl.config.flags import flags_of
 from spmdrl.config.sections import (
     AlgoConfig,
+    AnomalyConfig,
     CheckpointConfig,
     CriticConfig,
     DeepSpeedConfig,
+    EvalConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     PromptDataConfig,
     PtxConfig,
     RewardConfig,
     RolloutConfig,
+    StoppingConfig,
     TrackingConfig,
 )
 
@@ -25,6 +29,7 @@ class PPOConfig:
     deepspeed or srun."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: PromptDataConfig = field(default_factory=PromptDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
@@ -33,6 +38,9 @@ class PPOConfig:
     ptx: PtxConfig = field(default_factory=PtxConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    anomaly: AnomalyConfig = field(default_factory=AnomalyConfig)
+    stopping: StoppingConfig = field(default_factory=StoppingConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     seed: int = 42

@@ -209,16 +209,45 @@ class CriticConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """Reward; exactly one of the first two."""
+    """Reward: at least one of the first three; what several give is added up."""
 
+    reward_pretrain: str | None = None
+    """Reward model: a checkpoint with a scalar head, directory or hub name; several separated by commas."""
     remote_rm_url: str | None = None
-    """A Python file that defines reward_func(queries, prompts, labels, **columns)."""
+    """Reward server, http://host:port/path; samples are dealt to several separated by commas. Or a Python file that
+    defines reward_func(queries, prompts, labels, **columns)."""
     reward_func: tuple[str, ...] = ()
-    """The same with the function's name: path.py:name. Of several, rewards are added up."""
+    """The same with the function's name: path.py:name, one or several."""
     reward_weights: tuple[float, ...] = ()
-    """Weight of each function of --reward_func; left out: 1."""
+    """Weight of each model of --reward_pretrain, then of --remote_rm_url, then of each function; left out: 1."""
+    remote_rm_timeout: float = 600.0
+    """Seconds that reward servers may take for the samples of one step, tries and waits included."""
     normalize_reward: bool = False
-    """Subtract the mean of all rewards so far and divide by their standard deviation, before penalties."""
+    """Subtract a mean and divide by a standard deviation, before penalties: those that a reward model has in its
+    config, for its scores; for any other reward those of all rewards so far."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return _split(self.reward_pretrain)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        return tuple(url for url in _split(self.remote_rm_url) if "://" in url)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Of both flags, path.py or path.py:name."""
+        remote = self.remote_rm_url if self.remote_rm_url and not self.servers else None
+        return ((remote,) if remote else ()) + self.reward_func
+
+    @property
+    def num_sources(self) -> int:
+        """Models, functions, and all servers as one."""
+        return len(self.models) + bool(self.servers) + len(self.functions)
+
+
+def _split(names: str | None) -> tuple[str, ...]:
+    return tuple(name.strip() for name in (names or "").split(",") if name.strip())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +311,7 @@ class OptimConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSpeedConfig:
+class ZeroConfig:
     """DeepSpeed."""
 
     local_rank: int = -1
@@ -297,6 +326,12 @@ class DeepSpeedConfig:
     """Overlap gradient reduction with the backward pass."""
     grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Number format in which gradients are accumulated; left out: DeepSpeed's choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfig(ZeroConfig):
+    """DeepSpeed."""
+
     ref_reward_offload: bool = False
     """Keep the reference model in host memory while it is not scoring."""
 
@@ -357,6 +392,16 @@ class TrackingConfig:
     """W&B run name; left out: ppo_ and the date."""
     use_tensorboard: str | None = None
     """Directory for TensorBoard logs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppingConfig:
+    """Time limits."""
+
+    phase_timeout: int = 1800
+    """Seconds without progress on any rank after which the run ends and shows where each rank is; 0 never."""
+    time_limit_margin_s: int = 120
+    """Save and stop this many seconds before the job's end where Slurm tells it (SLURM_JOB_END_TIME); 0 not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ def meet(local_rank_flag: int = -1) -> dist.Store:
     return store
 
 
-def join(store: dist.Store) -> None:
+def join(store: dist.Store, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
     """Make the process group: nccl for CUDA tensors and gloo for CPU tensors, or gloo alone without a GPU."""
     if torch.cuda.is_available():
         local, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
@@ -51,7 +51,7 @@ def join(store: dist.Store) -> None:
         store=store,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=timeout,
     )
     _share_cores()
 

@@ -6,76 +6,117 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import NoReturn
 
-from spmdrl.distributed import comm
+from spmdrl.config import StoppingConfig
+from spmdrl.distributed import comm, preemption, watchdog, whereabouts
 from spmdrl.distributed.peers import Failure, Peers
+from spmdrl.distributed.preemption import EXIT_RESUME, Preempted
 from spmdrl.errors import UserError
 
 PATIENCE_S = 1.0  # for the cause of an error that may only be its consequence
 GRACE_S = 2.0  # for the others' last lines, and for launchers to see first who failed first
 TOLD_CHARS = 500
 
-_phase = "start-up"
 _peers: Peers | None = None
 _ending = threading.Lock()  # whoever takes it prints this rank's last line and ends the process
 
 
 def set_phase(name: str) -> None:
     """Name what this rank is doing, for error messages."""
-    global _phase
-    if _peers and name != _phase:
-        _peers.tell_phase(name)
-    _phase = name
+    whereabouts.enter(name)
+    _tell_where()
 
 
-def run(program: Callable[[], None], local_rank_flag: int = -1) -> NoReturn:
+def set_step(step: int) -> None:
+    """Number of the step that begins, for error messages."""
+    whereabouts.begin_step(step)
+    _tell_where()
+
+
+def _tell_where() -> None:
+    if _peers and whereabouts.where() != _peers.phases[_peers.rank]:
+        _peers.tell_phase(whereabouts.where())
+
+
+def run(program: Callable[[], None], local_rank_flag: int = -1, stopping: StoppingConfig | None = None) -> NoReturn:
     """Join the process group, run `program` on this rank and leave; on any error end this process and its peers.
 
-    Exit codes: 2 for a UserError (one line), 1 for any other error (traceback), and the failed rank's for its peers.
-    The process leaves by `os._exit`: the libraries' exit handlers wait for process groups whose members are gone.
+    Exit codes: 2 for a UserError (one line), 1 for any other error (traceback) or a run that hangs, EXIT_RESUME for a
+    run that was asked to stop and saved a checkpoint, 128 + signal for one that a signal ended without, and the failed
+    rank's for its peers. The process leaves by `os._exit`: the libraries' exit handlers wait for process groups whose
+    members are gone.
     """
     try:
-        _join(local_rank_flag)
+        preemption.install(lambda reason: _peers.tell_request(reason) if _peers else None, _stop_now)
+        _join(local_rank_flag, stopping or StoppingConfig())
         program()
         set_phase("leaving")
-        comm.barrier()
-        if _peers:
-            _peers.leave()
-        _exit(0)
+        _leave(0)
+    except Preempted as error:
+        preemption.ignore()
+        saved = f"checkpoint saved in {error.saved_in}; start the same command with --load_checkpoint"
+        _leave(EXIT_RESUME if error.saved_in else 143, f"{error}: {saved if error.saved_in else 'nothing to save'}")
     except UserError as error:
         shown = error.__cause__ if getattr(error, "show_cause", False) else None
         details = "".join(traceback.format_exception(shown)) if shown else ""
-        _fail(f"failed in {_phase}: {error}", code=2, details=details, line=f"error: {error}")
-    except KeyboardInterrupt:
-        _fail(f"interrupted in {_phase}", code=130)
+        _fail(f"failed in {whereabouts.where()}: {error}", code=2, details=details, line=f"error: {error}")
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) and error.code else 1
-        _fail(f"failed in {_phase}: sys.exit({error.code!r}) before the end of the run", code=code)
+        _fail(f"failed in {whereabouts.where()}: sys.exit({error.code!r}) before the end of the run", code=code)
     except BaseException as error:
         if isinstance(error, RuntimeError) and _peers and _peers.known.wait(2 * PATIENCE_S):
             _wait_for_the_end()  # a collective failed because a peer did
         summary = traceback.format_exception_only(error)[-1]
-        _fail(f"failed in {_phase}: {summary}", code=1, details=traceback.format_exc())
+        _fail(f"failed in {whereabouts.where()}: {summary}", code=1, details=traceback.format_exc())
 
 
-def _join(local_rank_flag: int) -> None:
+def _join(local_rank_flag: int, stopping: StoppingConfig) -> None:
     global _peers
     store = comm.meet(local_rank_flag)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size > 1:
-        peers = Peers(rank, world_size, _stop)
+        peers = Peers(rank, world_size, _stop, preemption.hear)
         peers.connect(store, comm.MEETING_TIMEOUT.total_seconds())
         _peers = peers
-    comm.join(store)
+    if stopping.phase_timeout:
+        watchdog.Watchdog(stopping.phase_timeout, _peers, _stop_stuck(stopping.phase_timeout)).start()
+    comm.join(store, max(comm.COLLECTIVE_TIMEOUT, timedelta(seconds=2 * stopping.phase_timeout)))
+    job_end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if stopping.time_limit_margin_s and job_end.isdigit():
+        preemption.request_at(int(job_end) - stopping.time_limit_margin_s, "the job's time limit")
 
 
-def _fail(text: str, *, code: int, details: str = "", line: str | None = None) -> NoReturn:
+def _leave(code: int, line: str = "") -> NoReturn:
+    """End this process when all ranks have come here; rank 0 says `line`, and is the last to go."""
+    comm.barrier()
+    if line and comm.is_main():
+        sys.stderr.write(f"{_prefix()}{line}\n")
+    if _peers:
+        _peers.leave()
+    _exit(code)
+
+
+def _stop_now(text: str, code: int) -> NoReturn:
+    _fail(f"{text} in {whereabouts.where()}", code=code)
+
+
+def _stop_stuck(timeout_s: float) -> Callable[[float], None]:
+    def stop(still_s: float) -> None:
+        where = whereabouts.where()
+        cause = f"no rank has made progress for {still_s:.0f} s (--phase_timeout {timeout_s})"
+        _fail(f"stuck in {where}: {cause}; threads above", code=1, details=watchdog.stacks(), stuck=True)
+
+    return stop
+
+
+def _fail(text: str, *, code: int, details: str = "", line: str | None = None, stuck: bool = False) -> NoReturn:
     """Tell the peers, print, and end this process without waiting for anybody."""
     if not _ending.acquire(blocking=False):
         _wait_for_the_end()
-    first = _peers is None or _peers.fail(_one_line(text)[:TOLD_CHARS], code)
-    sys.stderr.write(f"{details if first else ''}{_prefix()}{_one_line(line or text)}\n")
+    first = _peers is None or _peers.fail(_one_line(text)[:TOLD_CHARS], code, stuck)
+    sys.stderr.write(f"{details if first or stuck else ''}{_prefix()}{_one_line(line or text)}\n")
     if _peers:
         time.sleep(GRACE_S)
     _exit(code)
@@ -86,7 +127,9 @@ def _stop(failure: Failure) -> None:
     if failure.raised:
         time.sleep(PATIENCE_S)  # an error of our own, often the same one, may be on its way
     if _ending.acquire(blocking=False):
-        sys.stderr.write(f"{_prefix()}stopped in {_phase}: rank {failure.rank} {failure.text}\n")
+        details = watchdog.stacks() if failure.stuck else ""
+        where = whereabouts.where()
+        sys.stderr.write(f"{details}{_prefix()}stopped in {where}: rank {failure.rank} {failure.text}\n")
         time.sleep(GRACE_S)
         _exit(failure.code)
 

@@ -28,22 +28,31 @@ KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed. `raised` is False for one that ended without a word."""
+    """How a rank failed. `raised` is False for one that ended without a word, `stuck` True for a run that hangs."""
 
     rank: int
     text: str
     code: int = 1
     raised: bool = True
+    stuck: bool = False
 
 
 class Peers:
     """This rank's end of a star: rank 0 has a link to every other rank, the others have one to rank 0.
 
-    `on_failure` is called in a thread of its own with the first failure of another rank.
+    `on_failure` is called in a thread of its own with the first failure of another rank, `on_request` with the reason
+    for which another rank asks the run to stop at the next safe point.
     """
 
-    def __init__(self, rank: int, world_size: int, on_failure: Callable[[Failure], None]):
-        self.rank, self.world_size, self.on_failure = rank, world_size, on_failure
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        on_failure: Callable[[Failure], None],
+        on_request: Callable[[str], None] = lambda reason: None,
+    ):
+        self.rank, self.world_size, self.on_failure, self.on_request = rank, world_size, on_failure, on_request
+        self.moved_at = 0.0  # time.monotonic() of the last sign of progress of another rank
         self.phases = dict.fromkeys(range(world_size), "start-up")
         self.failure: Failure | None = None
         self.known = threading.Event()  # set once any rank's failure is known here
@@ -94,9 +103,16 @@ class Peers:
         self.phases[self.rank] = phase
         self._send_all({"phase": phase})
 
-    def fail(self, text: str, code: int) -> bool:
+    def tell_request(self, reason: str) -> None:
+        self._send_all({"request": reason})
+
+    def tell_moved(self) -> None:
+        """Say that this rank makes progress, or on rank 0 that some rank does."""
+        self._send_all({"moved": True})
+
+    def fail(self, text: str, code: int, stuck: bool = False) -> bool:
         """Tell the others that this rank failed; True when it is the first one to."""
-        failure = Failure(self.rank, text, code)
+        failure = Failure(self.rank, text, code, stuck=stuck)
         if self.rank == 0:
             return self._record(failure)
         self._send(0, {"failed": asdict(failure)})
@@ -133,6 +149,12 @@ class Peers:
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
         if "phase" in message:
             self.phases[rank] = message["phase"]
+        elif "moved" in message:
+            self.moved_at = time.monotonic()
+        elif "request" in message:
+            if self.rank == 0:
+                self._send_all(message, but=rank)
+            self.on_request(message["request"])
         elif "bye" in message:
             with self._lock:
                 self._left.add(rank)
