@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -61,16 +61,23 @@ def flags_of(cls: type) -> dict[str, Flag]:
     return {flag.name: flag for flag in _walk(cls, section=None)}
 
 
-def _walk(cls: type, section: str | None) -> Iterable[Flag]:
+def _walk(cls: type, section: str | None, defaults: Any = None) -> Iterable[Flag]:
+    """`defaults`: a section with the values that the config gives its fields where they differ from the class's."""
     hints = get_type_hints(cls, include_extras=True)
     for item in fields(cls):
         if is_dataclass(hints[item.name]):
-            yield from _walk(hints[item.name], section=item.name)
+            yield from _walk(hints[item.name], section=item.name, defaults=_default_section(item))
         else:
-            yield _read_annotation(item, section, hints[item.name])
+            default = item.default if defaults is None else getattr(defaults, item.name)
+            yield _read_annotation(item, section, hints[item.name], default)
 
 
-def _read_annotation(item: Field, section: str | None, hint: Any) -> Flag:
+def _default_section(item: Field) -> Any:
+    assert item.default_factory is not MISSING, f"section {item.name} has no default"
+    return item.default_factory()
+
+
+def _read_annotation(item: Field, section: str | None, hint: Any, default: Any) -> Flag:
     """Understands bool, int, float, str, Literal of strings, tuples of these, each with `| None` or a Registry."""
     registry, num_values, literals = None, 1, ()
     if get_origin(hint) is Annotated:
@@ -81,13 +88,13 @@ def _read_annotation(item: Field, section: str | None, hint: Any) -> Flag:
     if get_origin(hint) is tuple:
         *args, last = get_args(hint)
         hint, num_values = args[0], None if last is Ellipsis else len(args) + 1
-    elif get_origin(hint) is Literal:
+    if get_origin(hint) is Literal:
         hint, literals = str, get_args(hint)
     assert hint in (bool, int, float, str), f"--{item.name} is annotated {hint}"
     return Flag(
         item.name,
         section,
-        item.default,
+        default,
         hint,
         num_values,
         is_optional,
@@ -105,8 +112,8 @@ def build(cls: type, values: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         section = flags_of(cls)[name].section
         (own if section is None else sections.setdefault(section, {}))[name] = value
-    hints = get_type_hints(cls)
-    return cls(**own, **{section: hints[section](**content) for section, content in sections.items()})
+    defaults = {item.name: _default_section(item) for item in fields(cls) if item.name in sections}
+    return cls(**own, **{name: replace(section, **sections[name]) for name, section in defaults.items()})
 
 
 def values_of(config: Any) -> dict[str, Any]:

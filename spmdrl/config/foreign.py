@@ -1,6 +1,7 @@
-"""Flags of OpenRLHF's train_ppo.py and of its Ray twin that are no flags here, each with what to do instead."""
+"""Flags of OpenRLHF's scripts and of train_ppo.py's Ray twin that are no flags here, each with what to do instead."""
 
-_LORA = "train all weights, with --zero_stage 3 and --adam_offload where memory is short"
+from dataclasses import dataclass
+
 _CHECKPOINT = "only the final model is saved, in --save_path; drop it"
 _PLACEMENT = (
     "every rank holds a shard of every model; choose the ranks with the launcher (torchrun --nproc_per_node N)"
@@ -16,13 +17,6 @@ NOT_YET: dict[str, str] = {
     "max_ckpt_num": _CHECKPOINT,
     "max_ckpt_mem": _CHECKPOINT,
     "load_checkpoint": "a run starts from --pretrain; give it the model that an earlier run left in --save_path",
-    "eval_steps": "rewards of the training prompts are logged every step; drop it",
-    "reward_pretrain": "rewards come from Python; call the model in --reward_func path.py:name",
-    "lora_rank": _LORA,
-    "lora_alpha": _LORA,
-    "lora_dropout": _LORA,
-    "target_modules": _LORA,
-    "load_in_4bit": _LORA,
     "enable_ema": "no moving average of the weights is kept; drop it",
     "torch_compile": "models run uncompiled; drop it",
     "use_liger_kernel": "the LM head already runs in chunks; drop it",
@@ -76,3 +70,41 @@ OTHER_NAMES: dict[str, str] = {
     "mask_truncated_completions": "mask_truncated",
     "attn_implementation": "attention",
 }
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What a config class has instead of the flags that it does not have."""
+
+    not_yet: dict[str, str]
+    refused: dict[str, str]
+    other_names: dict[str, str]
+
+
+PPO = Foreign(NOT_YET, REFUSED, OTHER_NAMES)
+
+_SHARED_NAMES = ("torch_compile", "use_liger_kernel", "aux_loss_coef", "use_ms")
+SUPERVISED = Foreign(
+    not_yet={
+        **{name: NOT_YET[name] for name in NOT_YET if name in _SHARED_NAMES},
+        **dict.fromkeys(("ring_attn_size", "ring_head_stride"), "a sequence stays on one rank; shorten --max_len"),
+    },
+    refused={
+        "compute_fp32_loss": "scores and losses are always fp32; drop it",
+        "ref_offload": "the reference model scores all rows before training and is then freed; drop it",
+    },
+    other_names={
+        "model_name_or_path": "pretrain",
+        "dataset_name": "dataset",
+        "max_length": "max_len",
+        "max_seq_length": "max_len",
+        "per_device_train_batch_size": "micro_train_batch_size",
+        "num_train_epochs": "max_epochs",
+        "packing": "packing_samples",
+        "max_grad_norm": "max_norm",
+        "weight_decay": "l2",
+        "output_dir": "save_path",
+        "report_to": "use_wandb",
+        "attn_implementation": "attention",
+    },
+)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from spmdrl.config.flags import Flag, build, flags_of, nearest, to_flat_dict
-from spmdrl.config.foreign import ACCEPTED_ALIASES, NOT_YET, OTHER_NAMES, REFUSED
+from spmdrl.config.foreign import ACCEPTED_ALIASES, PPO, Foreign
 from spmdrl.errors import UserError
 from spmdrl.launch import launch_environment
 
@@ -64,7 +64,7 @@ def read_words(cls: type, argv: Sequence[str]) -> dict[str, Any]:
             values[flag.name] = _from_words(flag, word, given)
         except UserError as error:
             problems.append(str(error))
-    _raise_all(_explain_unknown(unknown, flags) + problems)
+    _raise_all(_explain_unknown(unknown, flags, foreign_of(cls)) + problems)
     return values
 
 
@@ -107,7 +107,7 @@ def read_yaml(cls: type, path: Path) -> dict[str, Any]:
             values[key] = _from_yaml(flags[key], value, f"{path}: {key}")
         except UserError as error:
             problems.append(str(error))
-    _raise_all([f"{path}: {problem}" for problem in _explain_unknown(unknown, flags)] + problems)
+    _raise_all([f"{path}: {problem}" for problem in _explain_unknown(unknown, flags, foreign_of(cls))] + problems)
     return values
 
 
@@ -137,18 +137,22 @@ def _from_yaml(flag: Flag, value: Any, where: str) -> Any:
     return flag.convert([str(item) for item in items], where)
 
 
-def _explain_unknown(unknown: Iterable[tuple[str, str]], flags: Iterable[str]) -> list[str]:
+def foreign_of(cls: type) -> Foreign:
+    return getattr(cls, "foreign", PPO)
+
+
+def _explain_unknown(unknown: Iterable[tuple[str, str]], flags: Iterable[str], foreign: Foreign) -> list[str]:
     """One sentence for each reason why words (shown, name) are no flags; words of the same reason share it."""
     by_reason: dict[str, list[str]] = {}
     for shown, name in unknown:
-        if name in NOT_YET:
-            reason = f"not supported yet ({NOT_YET[name]})"
-        elif name in REFUSED:
-            reason = f"no flag here ({REFUSED[name]})"
+        if name in foreign.not_yet:
+            reason = f"not supported yet ({foreign.not_yet[name]})"
+        elif name in foreign.refused:
+            reason = f"no flag here ({foreign.refused[name]})"
         elif name in ACCEPTED_ALIASES:
             reason = f"a switch without value, short for --{' '.join(ACCEPTED_ALIASES[name])}"
-        elif name in OTHER_NAMES:
-            reason = f"no flag here (it is called --{OTHER_NAMES[name]})"
+        elif name in foreign.other_names:
+            reason = f"no flag here (it is called --{foreign.other_names[name]})"
         else:
             reason = f"no flag here{nearest(name.lstrip('-').replace('-', '_'), [*flags, 'config', 'help'], '--')}"
         by_reason.setdefault(reason, []).append(shown)

@@ -1,0 +1,81 @@
+"""Checks of the supervised trainers' flags: against their ranges, one another, files and ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from spmdrl.config import checks, preflight
+from spmdrl.config.flags import flags_of, values_of
+from spmdrl.errors import UserError
+
+if TYPE_CHECKING:
+    from spmdrl.config.supervised import SupervisedConfig
+
+RANGES: dict[str, checks.Range] = {
+    **checks.RANGES,
+    "max_len": (lambda x: x >= 2, "at least 2"),
+    "learning_rate": (lambda x: x >= 0, "0 or more"),
+    "beta": (lambda x: x > 0, "above 0"),
+    "label_smoothing": (lambda x: 0 <= x < 0.5, "from 0 to below 0.5"),
+    "nll_loss_coef": (lambda x: x >= 0, "0 or more"),
+    "desirable_loss_weight": (lambda x: x >= 0, "0 or more"),
+    "undesirable_loss_weight": (lambda x: x >= 0, "0 or more"),
+    "kd_coef": (lambda x: 0 <= x <= 1, "from 0 to 1"),
+    "eval_steps": (lambda x: x == -1 or x >= 1, "-1 (after every epoch) or at least 1"),
+}
+
+
+def check_flags(config: SupervisedConfig) -> None:
+    """Raise UserError for the first combination that cannot be meant, naming its flags and what would be valid."""
+    checks.check_ranges(config, RANGES)
+    checks.check_needs(config)
+    checks.check_hardware(config)
+    check_rendering(config)
+    values = values_of(config)
+    if values.get("ipo") and values["label_smoothing"]:
+        raise UserError("--label_smoothing smooths the sigmoid loss, which --ipo replaces: give one of them")
+
+
+def check_rendering(config: SupervisedConfig) -> None:
+    """One thing shapes a row: the chat template, a text template or, for plain texts, neither."""
+    values, flags = values_of(config), flags_of(type(config))
+    has_template = values["input_template"] not in (None, flags["input_template"].default)
+    if has_template and values["apply_chat_template"]:
+        raise UserError("--input_template and --apply_chat_template both shape the prompt; give one of them")
+    if values.get("multiturn") and not values["apply_chat_template"]:
+        raise UserError("--multiturn learns the turns of the chat template: add --apply_chat_template")
+    if values.get("multiturn") and values["output_key"] != flags["output_key"].default:
+        raise UserError("--multiturn takes whole conversations from --input_key: leave --output_key out")
+    if values.get("pretrain_mode"):
+        shaped = {
+            "apply_chat_template": values["apply_chat_template"],
+            "input_template": has_template,
+            "output_key": values["output_key"] != flags["output_key"].default,
+        }
+        for name, given in shaped.items():
+            if given:
+                raise UserError(f"--pretrain_mode learns plain texts as they are: leave --{name} out")
+
+
+def check_surroundings(config: SupervisedConfig, world_size: int) -> None:
+    if not config.model.pretrain:
+        raise UserError("--pretrain is missing: the Hugging Face directory or hub name of the model to train")
+    if not config.data.dataset:
+        raise UserError("--dataset is missing: a file, directory or hub name with rows to train on")
+    if "teacher_model" in config.other_models and not config.other_models["teacher_model"]:
+        raise UserError("--teacher_model is missing: the Hugging Face directory or hub name of the model to learn from")
+    preflight.check_packages(config)
+    models = {"pretrain": config.model.pretrain} | {flag: name for flag, name in config.other_models.items() if name}
+    preflight.check_models(models)
+    preflight.check_sources({"dataset": config.data.dataset, "eval_dataset": config.data.eval_dataset})
+    preflight.check_save_path(config.checkpoint.save_path)
+    preflight.check_ranks(config, world_size)
+    for flag, name in models.items():
+        if model_config := preflight.read_model_config(flag, name):
+            check_positions(config.data.max_len, model_config, f"--{flag} {name}")
+
+
+def check_positions(max_len: int, model_config: dict[str, Any], model: str) -> None:
+    positions = preflight.model_positions(model_config)
+    if positions is not None and max_len > positions:
+        raise UserError(f"--max_len {max_len} is more than the {positions} positions of {model}; at most {positions}")
