@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spmdrl.data.prompts import Prompt
+from spmdrl.distributed import preemption
 from spmdrl.experience import Sample, make_sample
 from spmdrl.rollout.engine import Completion, Request, RolloutEngine, SamplingOptions, sampling_seed
 
@@ -11,11 +12,22 @@ PROBE_TOKENS = 8
 
 
 class Collector:
-    """Samples `n_samples_per_prompt` responses to each prompt, reproducibly on any number of ranks."""
+    """Samples `n_samples_per_prompt` responses to each prompt, reproducibly on any number of ranks.
 
-    def __init__(self, engine: RolloutEngine, options: SamplingOptions, *, n_samples_per_prompt: int, seed: int):
+    Another `stream` draws other responses with the same seed.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        options: SamplingOptions,
+        *,
+        n_samples_per_prompt: int,
+        seed: int,
+        stream: str = "rollout",
+    ):
         self.engine, self.options = engine, options
-        self.n, self.seed = n_samples_per_prompt, seed
+        self.n, self.seed, self.stream = n_samples_per_prompt, seed, stream
 
     def collect(self, prompts: Sequence[Prompt], group_ids: Sequence[int], step: int) -> list[Sample]:
         """This rank's samples, in the order of `prompts`; one call of the engine. All ranks call it together."""
@@ -42,11 +54,12 @@ class Collector:
         self, prompts: Sequence[Prompt], group_ids: Sequence[int], *, step: int, n: int, options: SamplingOptions
     ) -> list[Sample]:
         requests = [
-            Request(prompt.prompt_ids, sampling_seed(self.seed, step, group_id, index))
+            Request(prompt.prompt_ids, sampling_seed(self.seed, step, group_id, index, self.stream))
             for prompt, group_id in zip(prompts, group_ids, strict=True)
             for index in range(n)
         ]
         completions = self.engine.generate(requests, options)
+        preemption.safe_point()  # beyond it nothing was cut short
         assert len(completions) == len(requests), f"{len(completions)} completions of {len(requests)} requests"
         return [
             to_sample(prompts[i // n], completion, group_id=group_ids[i // n], index=i % n)

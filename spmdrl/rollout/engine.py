@@ -67,7 +67,10 @@ class RolloutEngine(Protocol):
     own_forward: bool  # True where sampling uses the trainer's own forward, so that log-probs agree
 
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[Completion]:
-        """One completion for each request, in order. Ranks may pass different numbers of requests, also none."""
+        """One completion for each request, in order. Ranks may pass different numbers of requests, also none.
+
+        Returns early, with fewer, once the run is asked to stop (preemption.requested): a safe point follows.
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -83,7 +86,7 @@ class RolloutEngine(Protocol):
     def wake_up(self, tags: Sequence[str]) -> None: ...
 
 
-def sampling_seed(run_seed: int, step: int, group_id: int, index: int) -> int:
-    """A 63-bit seed that depends on what is sampled and not on which rank samples it."""
-    digest = hashlib.blake2b(f"rollout/{run_seed}/{step}/{group_id}/{index}".encode(), digest_size=8).digest()
+def sampling_seed(run_seed: int, step: int, group_id: int, index: int, stream: str = "rollout") -> int:
+    """A 63-bit seed that depends on what is sampled and not on which rank samples it; another one in each stream."""
+    digest = hashlib.blake2b(f"{stream}/{run_seed}/{step}/{group_id}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from spmdrl.distributed import preemption, whereabouts
 from spmdrl.distributed.weight_sync import copy_into
 from spmdrl.models.loading import eos_token_ids
 from spmdrl.rollout.engine import Completion, Request, SamplingOptions
@@ -42,7 +43,7 @@ class HFEngine:
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[Completion]:
         completions: list[Completion] = []
         start = 0
-        while start < len(requests):
+        while start < len(requests) and not preemption.requested():
             end = start + 1
             while (
                 end < len(requests)
@@ -67,7 +68,7 @@ class HFEngine:
             eos_token_id=self.eos_ids or None,
             pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
             logits_processor=LogitsProcessorList([*self._processors(options, prompt.shape[1]), sampler]),
-            stopping_criteria=StoppingCriteriaList([stops] if stops else []),
+            stopping_criteria=StoppingCriteriaList([_RequestToStop(), *([stops] if stops else [])]),
             temperature=1.0,
             top_p=1.0,
             top_k=0,
@@ -115,6 +116,14 @@ class HFEngine:
     def wake_up(self, tags: Sequence[str]) -> None:
         if "weights" in tags:
             self.model.to(self.device)
+
+
+class _RequestToStop(StoppingCriteria):
+    """Ends all rows when the run is to stop; until then every token is a sign of progress."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        whereabouts.beat()
+        return torch.full((len(input_ids),), preemption.requested(), device=input_ids.device)
 
 
 class _StopStrings(StoppingCriteria):

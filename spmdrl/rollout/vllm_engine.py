@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import RolloutConfig
-from spmdrl.distributed import comm
+from spmdrl.distributed import comm, preemption, whereabouts
 from spmdrl.distributed.weight_sync import check_names
 from spmdrl.errors import UserError, first_line
 from spmdrl.rollout.engine import Completion, Request, SamplingOptions
 
 CPU_KV_CACHE_GB = 4
+STEPS_BETWEEN_QUESTIONS = 32  # of a tensor-parallel group, whether one of its ranks is to stop
 
 
 class VLLMEngine:
@@ -82,10 +83,29 @@ class VLLMEngine:
             return []
         prompts: Any = [{"prompt_token_ids": list(r.prompt_ids)} for r in flat]
         params = [_sampling_params(r, options) for r in flat]
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self._run(self.llm.enqueue(prompts, params, use_tqdm=False))
         mine = 0 if self.group is None else comm.rank() % self.tp
         start = sum(len(share) for share in pooled[:mine])
         return [_completion(out.outputs[0]) for out in outputs[start : start + len(pooled[mine])]]
+
+    def _run(self, request_ids: list[str]) -> list[Any]:
+        """vLLM's answers to these requests, all that it has, in their order; fewer when the run is to stop."""
+        engine, outputs, num_steps = self.llm.llm_engine, [], 0
+        while engine.has_unfinished_requests():
+            outputs += [output for output in engine.step() if output.finished]
+            num_steps += 1
+            whereabouts.beat()
+            if self._is_to_stop(num_steps):
+                engine.abort_request(request_ids, internal=True)
+        return sorted(outputs, key=lambda output: int(output.request_id))
+
+    def _is_to_stop(self, num_steps: int) -> bool:
+        """The ranks of a tensor-parallel group, whose engines step together, decide together."""
+        if self.group is None:
+            return preemption.requested()
+        if num_steps % STEPS_BETWEEN_QUESTIONS:
+            return False
+        return any(comm.all_gather_object(preemption.requested(), self.group))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights in place. vLLM's layer-wise reload serves both its GPU and its CPU build, whose linear
