@@ -31,6 +31,7 @@ class Sample:
     advantages: Tensor | None = None  # (A,) fp32
     returns: Tensor | None = None  # (A,) fp32
     info: dict[str, float] = field(default_factory=dict)  # extra numbers of the reward function, for the logs
+    targets: dict[str, float] = field(default_factory=dict)  # numbers of the row that a supervised loss reads
     num_sampled: int = -1  # sampled tokens, also after action_mask lost some of them
 
     def __post_init__(self) -> None:
@@ -83,10 +84,17 @@ class Experience:
     values: Tensor | None = None  # (B, A) fp32
     advantages: Tensor | None = None  # (B, A) fp32
     returns: Tensor | None = None  # (B, A) fp32
+    lengths: Tensor | None = None  # (B,) int64, tokens without padding; (0,) without samples
+    targets: dict[str, Tensor] = field(default_factory=dict)  # (B,) fp32; (0,) without samples
 
     def to(self, device: torch.device) -> "Experience":
-        moved = {f.name: None if (t := getattr(self, f.name)) is None else t.to(device) for f in fields(self)}
-        return Experience(**moved)
+        return Experience(**{f.name: _to(getattr(self, f.name), device) for f in fields(self)})
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {name: _to(item, device) for name, item in value.items()}
+    return None if value is None else value.to(device)
 
 
 def pad(rows: Iterable[Tensor], length: int) -> Tensor:
@@ -107,7 +115,9 @@ def collate(samples: Sequence[Sample], like: Sample | None = None) -> Experience
     if not samples:
         names = [name for name in TOKEN_FIELDS if like is None or getattr(like, name) is not None]
         tokens = {name: torch.zeros(1, 1) for name in names}
-        return Experience(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.bool), **tokens)
+        targets = {name: torch.zeros(0) for name in (like.targets if like is not None else ())}
+        nothing = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.bool)
+        return Experience(*nothing, lengths=torch.zeros(0, dtype=torch.int64), targets=targets, **tokens)
     length = max(2, *(s.num_tokens for s in samples))
     tokens = {}
     for name in TOKEN_FIELDS:
@@ -118,6 +128,8 @@ def collate(samples: Sequence[Sample], like: Sample | None = None) -> Experience
     return Experience(
         sequences=pad((s.sequence for s in samples), length),
         action_mask=pad((s.action_mask for s in samples), length - 1),
+        lengths=torch.tensor([s.num_tokens for s in samples]),
+        targets={name: torch.tensor([s.targets[name] for s in samples]) for name in samples[0].targets},
         **tokens,
     )
 

@@ -49,7 +49,7 @@ class TextRenderer:
             raise UserError("is a list of messages: add --apply_chat_template")
         if not isinstance(cell, str):
             raise UserError(f"is {describe_value(cell)}, expected text")
-        return self._template.format(_checked(cell)) if cell.strip() else ""
+        return self._template.format(checked_text(cell)) if cell.strip() else ""
 
 
 def parse_input_template(template: str) -> str:
@@ -93,7 +93,7 @@ class ChatRenderer:
                     "end with the assistant header, or give another --tokenizer_chat_template. A prompt ends: %r",
                     text[-60:],
                 )
-        return _checked(text)
+        return checked_text(text)
 
     def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         try:
@@ -145,7 +145,7 @@ def _is_blank(content: Any) -> bool:
     return not (content.strip() if isinstance(content, str) else content)
 
 
-def _checked(text: str) -> str:
+def checked_text(text: str) -> str:
     """`text` itself, if it can be encoded: JSON can spell half of a surrogate pair, which tokenizers refuse."""
     try:
         text.encode("utf-8")

@@ -1,29 +1,50 @@
-"""Which prompts each step gets: a function of the seed alone, the same on every rank and for every world size."""
+"""Which rows each step gets: a function of the seed alone, the same on every rank and for every world size."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from spmdrl.errors import UserError
 
 
+@dataclass(frozen=True)
+class SamplerNames:
+    """What a sampler calls its numbers in messages."""
+
+    rows: str = "prompts"
+    batch: str = "--rollout_batch_size"
+    episodes: str = "--num_episodes"
+
+
 class PromptSampler:
     """Yields the global batch of each step; ranks cut their share from it.
 
     Each episode is a fresh permutation of the prompts, cut into whole batches; the `num_dropped` prompts that are
-    left over differ from episode to episode. Iterating again goes on where the last iteration stopped. A batch counts
-    as taken once it is yielded, so a state saved at the end of a step resumes with the next one.
+    left over differ from episode to episode, or with `keeps_rest` make a smaller last batch. Iterating again goes on
+    where the last iteration stopped. A batch counts as taken once it is yielded, so a state saved at the end of a step
+    resumes with the next one.
     """
 
-    def __init__(self, num_prompts: int, batch_size: int, *, seed: int, num_episodes: int = 1):
+    def __init__(
+        self,
+        num_prompts: int,
+        batch_size: int,
+        *,
+        seed: int,
+        num_episodes: int = 1,
+        keeps_rest: bool = False,
+        names: SamplerNames = SamplerNames(),
+    ):
+        self.keeps_rest, self.names = keeps_rest, names
         if batch_size < 1 or num_episodes < 1:
             raise UserError(
-                f"--rollout_batch_size and --num_episodes must be at least 1, got {batch_size} and {num_episodes}"
+                f"{names.batch} and {names.episodes} must be at least 1, got {batch_size} and {num_episodes}"
             )
-        if num_prompts < batch_size:
+        if num_prompts < batch_size and not keeps_rest:
             raise UserError(
-                f"{num_prompts} prompts do not fill one step of --rollout_batch_size {batch_size}: "
-                f"add prompts, or set --rollout_batch_size to {num_prompts} or less"
+                f"{num_prompts} {names.rows} do not fill one step of {names.batch} {batch_size}: "
+                f"add {names.rows}, or set {names.batch} to {num_prompts} or less"
             )
         self.num_prompts, self.batch_size = num_prompts, batch_size
         self.seed, self.num_episodes = seed, num_episodes
@@ -31,12 +52,12 @@ class PromptSampler:
 
     @property
     def steps_per_episode(self) -> int:
-        return self.num_prompts // self.batch_size
+        return -(-self.num_prompts // self.batch_size) if self.keeps_rest else self.num_prompts // self.batch_size
 
     @property
     def num_dropped(self) -> int:
         """Prompts that an episode leaves out because they do not fill a batch."""
-        return self.num_prompts % self.batch_size
+        return 0 if self.keeps_rest else self.num_prompts % self.batch_size
 
     def __len__(self) -> int:
         return self.steps_per_episode * self.num_episodes
@@ -63,17 +84,16 @@ class PromptSampler:
         """
         for name, now in self._order_key().items():
             if state[name] != now:
-                flag = {"seed": "--seed", "batch_size": "--rollout_batch_size", "num_prompts": "number of prompts"}[
-                    name
-                ]
+                rows = self.names.rows
+                flag = {"seed": "--seed", "batch_size": self.names.batch, "num_prompts": f"number of {rows}"}[name]
                 raise UserError(
                     f"cannot resume: the checkpoint's {flag} is {state[name]}, this run's is {now}, so the order of "
-                    f"prompts would change; use the checkpoint's, or start a new run"
+                    f"{rows} would change; use the checkpoint's, or start a new run"
                 )
         if state["position"] > len(self):
             raise UserError(
                 f"cannot resume: the checkpoint is at step {state['position']}, this run ends at {len(self)}; "
-                f"raise --num_episodes above {self.num_episodes}"
+                f"raise {self.names.episodes} above {self.num_episodes}"
             )
         self.position = state["position"]
 

@@ -24,6 +24,10 @@ SPLIT_WORDS = {
 }
 
 
+class NoSplit(UserError):
+    """A source has no split of the name that was asked for."""
+
+
 class Rows(Sequence[Row]):
     """Rows picked from one or more readers, in order; each reader gives its rows from the first on."""
 
@@ -67,7 +71,7 @@ def _names(row: Row) -> str:
 
 
 def load_rows(
-    spec: str, probs: str, *, split: str, max_samples: int | float, seed: int, flag: str = "--prompt_data"
+    spec: str, probs: str | None, *, split: str, max_samples: int | float, seed: int, flag: str = "--prompt_data"
 ) -> Rows:
     """Rows of one source, or of several mixed by probability.
 
@@ -76,6 +80,7 @@ def load_rows(
     probs: one weight a source; they are scaled to sum to 1. The mixture draws the source of each row with them and
     takes that source's rows in order until the first source has none left, so no row comes twice (the rule of
     `datasets.interleave_datasets` with "first_exhausted"). It is a function of `seed` and the sources' sizes.
+    None: every row of every source, one source after the other.
     max_samples: at most this many rows, the first ones of the mixture.
     flag: the name of the flag that gave `spec`, for messages; `{flag}_probs` gave `probs`.
     """
@@ -84,7 +89,7 @@ def load_rows(
         raise UserError(f"{flag} {spec!r} has an empty name between its commas")
     if max_samples < 1:
         raise UserError(f"--max_samples must be at least 1, got {max_samples}")
-    weights = parse_probs(probs, len(names), flag=flag)
+    weights = None if probs is None else parse_probs(probs, len(names), flag=flag)
     sources = [_open_source(name, split, flag) for name in names]
     sizes = [sum(map(len, readers)) for readers in sources]
     for name, size in zip(names, sizes, strict=True):
@@ -115,10 +120,10 @@ def parse_probs(probs: str, num_sources: int, *, flag: str) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def _mix(sizes: list[int], weights: list[float], seed: int) -> np.ndarray:
+def _mix(sizes: list[int], weights: list[float] | None, seed: int) -> np.ndarray:
     """The source of each row of the mixture."""
-    if len(sizes) == 1:
-        return np.zeros(sizes[0], dtype=np.int64)
+    if len(sizes) == 1 or weights is None:
+        return np.repeat(np.arange(len(sizes)), sizes)
     from datasets import Dataset, interleave_datasets
 
     tagged = [Dataset.from_dict({"source": np.full(size, k)}) for k, size in enumerate(sizes)]
@@ -137,6 +142,15 @@ def _locate(sources: list[list[Reader]], order: np.ndarray) -> tuple[np.ndarray,
         row_of[taken] = np.concatenate([np.arange(size) for size in sizes])[: taken.sum()]
         first += len(readers)
     return reader_of, row_of
+
+
+def has_splits(spec: str) -> bool:
+    """Whether any of the sources is more than a single file, a saved `Dataset` or the split that its name names."""
+    for name in (part.strip() for part in spec.split(",")):
+        path = Path(name).expanduser()
+        if not (path.is_file() or (path / "state.json").is_file() or ("@" in name and not path.exists())):
+            return True
+    return False
 
 
 def _open_source(source: str, split: str, flag: str) -> list[Reader]:
@@ -225,7 +239,7 @@ def _split_of(file: Path) -> str:
 
 def _choose_split(splits: Any, split: str, name: str, flag: str) -> Any:
     if split not in splits:
-        raise UserError(
+        raise NoSplit(
             f"{flag} {name} has no split {split!r}, it has: {', '.join(map(str, splits))}; "
             f"choose one with {name}@SPLIT or the split flag"
         )

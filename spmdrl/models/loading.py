@@ -26,8 +26,8 @@ def attention_kernel(wanted: str) -> str:
     return wanted
 
 
-def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype) -> Any:
-    """The causal LM of `--pretrain` in `dtype`.
+def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, **options: Any) -> Any:
+    """The causal LM of `--pretrain` in `dtype`; `options` are of `from_pretrained`.
 
     Raises UserError for a folder that is missing, damaged or not a causal LM.
     """
@@ -39,7 +39,7 @@ def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype) -> Any:
         for attribute, meaning in UNSUPPORTED_HEADS.items():
             if getattr(hf_config, attribute, None):
                 raise UserError(f"--pretrain {name}: models with {meaning} ({attribute}) are not supported yet")
-        return AutoModelForCausalLM.from_pretrained(name, **loading_options(hf_config, config, dtype))
+        return AutoModelForCausalLM.from_pretrained(name, **loading_options(hf_config, config, dtype), **options)
 
 
 @contextmanager
@@ -86,6 +86,21 @@ def checkpoint_weight_names(config: ModelConfig) -> list[str]:
 
 def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
     """Every id that ends a response: the generation config's (models may have several) and the tokenizer's."""
-    eos = model.generation_config.eos_token_id
+    return _end_ids(model.generation_config, tokenizer)
+
+
+def checkpoint_eos_token_ids(config: ModelConfig, tokenizer: Any) -> list[int]:
+    """The same for `--pretrain`, without loading its weights."""
+    from transformers import GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(config.pretrain)
+    except OSError:  # it has none
+        generation = GenerationConfig()
+    return _end_ids(generation, tokenizer)
+
+
+def _end_ids(generation: Any, tokenizer: Any) -> list[int]:
+    eos = generation.eos_token_id
     ids = set(eos if isinstance(eos, (list, tuple)) else [eos])
     return sorted((ids | {tokenizer.eos_token_id}) - {None})

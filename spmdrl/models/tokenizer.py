@@ -1,6 +1,8 @@
 """Loading the tokenizer, and the one way of turning text into token ids."""
 
 import logging
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +16,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(config: "ModelConfig") -> Any:
-    """The tokenizer of `--pretrain`, with a pad token and, if the flag is given, another chat template.
+def load_tokenizer(config: "ModelConfig", flag: str = "--pretrain") -> Any:
+    """The tokenizer of `--pretrain`, with a pad token and, if the flag is given, another chat template; `flag` is what
+    errors call the model.
 
     A missing pad token becomes the eos token: padding never reaches attention or the loss, because masks come from
     true lengths, and the embeddings keep their size.
     """
     if not config.pretrain:
-        raise UserError("--pretrain is missing: give the directory or hub name of the model")
+        raise UserError(f"{flag} is missing: give the directory or hub name of the model")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             config.pretrain,
@@ -29,27 +32,25 @@ def load_tokenizer(config: "ModelConfig") -> Any:
             trust_remote_code=config.trust_remote_code,
         )
     except Exception as error:  # damaged files surface as any type, plain `Exception` included
-        raise UserError(_load_failure(config.pretrain, error)) from error
+        raise UserError(_load_failure(flag, config.pretrain, error)) from error
     if config.tokenizer_chat_template is not None:
         tokenizer.chat_template = read_chat_template(config.tokenizer_chat_template)
-    _ensure_pad_token(tokenizer, config.pretrain)
+    _ensure_pad_token(tokenizer, flag, config.pretrain)
     return tokenizer
 
 
-def _load_failure(pretrain: str, error: Exception) -> str:
+def _load_failure(flag: str, pretrain: str, error: Exception) -> str:
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if Path(pretrain).is_dir():
-        return f"--pretrain {pretrain}: the tokenizer files there do not load ({reason})"
-    return f"--pretrain {pretrain} is neither a directory here nor a hub model that could be fetched ({reason})"
+        return f"{flag} {pretrain}: the tokenizer files there do not load ({reason})"
+    return f"{flag} {pretrain} is neither a directory here nor a hub model that could be fetched ({reason})"
 
 
-def _ensure_pad_token(tokenizer: Any, pretrain: str) -> None:
+def _ensure_pad_token(tokenizer: Any, flag: str, pretrain: str) -> None:
     if tokenizer.pad_token_id is not None:
         return
     if tokenizer.eos_token is None:
-        raise UserError(
-            f"--pretrain {pretrain}: the tokenizer has neither a pad nor an eos token; set one in its files"
-        )
+        raise UserError(f"{flag} {pretrain}: the tokenizer has neither a pad nor an eos token; set one in its files")
     tokenizer.pad_token = tokenizer.eos_token
     logger.warning("The tokenizer of %s has no pad token: padding with eos (%s)", pretrain, tokenizer.eos_token)
 
@@ -72,12 +73,69 @@ def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     Chat templates may or may not write the BOS that the tokenizer also adds, so the tokenizer adds nothing here and
     what it would have put in front is put there once. Nothing is appended, not even by tokenizers that add an EOS.
     """
+    prefix, bos = _leading(tokenizer)
+    return [_with_one(prefix, bos, row) for row in _bare_ids(tokenizer, texts)]
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A text of which some parts, [start, end) in characters, are learned: in order and apart from one another."""
+
+    text: str
+    parts: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids, and which of them are learned."""
+
+    ids: list[int]
+    mask: list[bool]
+
+
+def encode_marked(tokenizer: Any, texts: list[Marked]) -> list[Encoded]:
+    """Ids as of `encode_texts`, except that tokens end where a learned part begins or ends.
+
+    So what stands in front of a response has the ids that it has as a prompt. The whole text is encoded at once where
+    that holds by itself, which keeps the spaces of tokenizers that put one in front of every text.
+    """
+    cuts = [sorted({place for part in text.parts for place in part} - {0, len(text.text)}) for text in texts]
+    flat = [(text.text, *(text.text[:cut] for cut in places)) for text, places in zip(texts, cuts, strict=True)]
+    ids = iter(_bare_ids(tokenizer, list(chain.from_iterable(flat))))
+    leading = _leading(tokenizer)
+    out = []
+    for text, places in zip(texts, cuts, strict=True):
+        whole, *starts = (next(ids) for _ in range(1 + len(places)))
+        if any(whole[: len(start)] != start for start in starts):
+            edges = [0, *places, len(text.text)]
+            pieces = _bare_ids(tokenizer, [text.text[a:b] for a, b in pairwise(edges)])
+            whole = list(chain.from_iterable(pieces))
+            starts = [list(chain.from_iterable(pieces[: i + 1])) for i in range(len(places))]
+        token_at = {0: 0, len(text.text): len(whole)} | {at: len(ids) for at, ids in zip(places, starts, strict=True)}
+        mask = [False] * len(whole)
+        for start, end in text.parts:
+            first, last = token_at[start], token_at[end]
+            mask[first:last] = [True] * (last - first)
+        out.append(_with_one_bos(Encoded(whole, mask), *leading))
+    return out
+
+
+def _with_one_bos(encoded: Encoded, prefix: list[int], bos: list[int]) -> Encoded:
+    ids = _with_one(prefix, bos, encoded.ids)
+    added = len(ids) - len(encoded.ids)
+    return Encoded(ids, [False] * added + encoded.mask if added >= 0 else encoded.mask[-added:])
+
+
+def _bare_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     if not texts:
         return []
-    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _leading(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts in front of a text, and what one BOS is."""
     prefix = _leading_special_ids(tokenizer)
-    bos = prefix or [tokenizer.bos_token_id]
-    return [_with_one(prefix, bos, row) for row in ids]
+    return prefix, prefix or [tokenizer.bos_token_id]
 
 
 def _leading_special_ids(tokenizer: Any) -> list[int]:
