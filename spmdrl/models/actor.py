@@ -9,6 +9,9 @@ from torch import Tensor, nn
 # Most logits that exist at a time. A host's allocator returns larger blocks to the system and faults them in again;
 # a GPU needs large products to be busy.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
+# Most gradients of logits that are collected, in the dtype of the weights, for one product with the hidden states:
+# each such product passes over a gradient of the size of the LM head.
+BLOCK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -21,7 +24,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature, with_entropy):
         log_probs, entropy = [], []
-        for rows in _chunks(hidden, weight):
+        for rows in _slices(len(hidden), weight, CHUNK_LOGITS):
             log_p = _log_softmax(hidden[rows], weight, bias, temperature)
             log_probs.append(log_p.gather(-1, labels[rows, None])[:, 0])
             if with_entropy:
@@ -39,17 +42,16 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_wide(bias.dtype))
         use_entropy = ctx.with_entropy and bool(grad_entropy.any())
-        for rows in _chunks(hidden, weight):
-            grad = _log_softmax(hidden[rows], weight, bias, ctx.temperature)
-            log_p = grad.clone() if use_entropy else None
-            grad = grad.exp_()
-            if log_p is None:
-                grad *= -grad_log_probs[rows, None]
-            else:
-                scale = grad_log_probs[rows, None] + grad_entropy[rows, None] * _entropy(log_p)[:, None]
-                grad *= -(scale + grad_entropy[rows, None] * log_p)
-            grad.scatter_add_(-1, labels[rows, None], grad_log_probs[rows, None].to(grad.dtype))
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+        for rows in _slices(len(hidden), weight, BLOCK_LOGITS):
+            grad = _grad_logits(
+                hidden[rows],
+                weight,
+                bias,
+                labels[rows],
+                ctx.temperature,
+                grad_log_probs[rows],
+                grad_entropy[rows] if use_entropy else None,
+            )
             grad_hidden[rows] = grad @ weight
             if grad.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad.t(), hidden[rows])
@@ -61,10 +63,35 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    """Slices over the rows of hidden (N, H) whose logits stay within CHUNK_LOGITS; one empty slice for N = 0."""
-    size = max(1, CHUNK_LOGITS.get(hidden.device.type, CHUNK_LOGITS["cuda"]) // weight.shape[0])
-    return [slice(start, start + size) for start in range(0, max(len(hidden), 1), size)]
+def _grad_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperature: float,
+    grad_log_probs: Tensor,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """(N, V) in the dtype of `hidden`: the gradient of the logits before the temperature, made a chunk at a time."""
+    out = hidden.new_empty(len(hidden), weight.shape[0])
+    for rows in _slices(len(hidden), weight, CHUNK_LOGITS):
+        grad = _log_softmax(hidden[rows], weight, bias, temperature)
+        log_p = None if grad_entropy is None else grad.clone()
+        grad = grad.exp_()
+        if grad_entropy is None or log_p is None:
+            grad *= -grad_log_probs[rows, None]
+        else:
+            scale = grad_log_probs[rows, None] + grad_entropy[rows, None] * _entropy(log_p)[:, None]
+            grad *= -(scale + grad_entropy[rows, None] * log_p)
+        grad.scatter_add_(-1, labels[rows, None], grad_log_probs[rows, None].to(grad.dtype))
+        out[rows] = grad.div_(temperature)
+    return out
+
+
+def _slices(num_rows: int, weight: Tensor, max_logits: dict[str, int]) -> list[slice]:
+    """Slices over rows whose logits stay within the device's limit; one empty slice for no rows."""
+    size = max(1, max_logits.get(weight.device.type, max_logits["cuda"]) // weight.shape[0])
+    return [slice(start, start + size) for start in range(0, max(num_rows, 1), size)]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

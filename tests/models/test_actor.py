@@ -35,8 +35,9 @@ def batch():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_values_and_gradients_equal_plain_log_softmax(model, temperature, monkeypatch):
-    """Also with chunks of 3 rows, which 8 action tokens do not fill evenly."""
+    """Also with chunks of 3 rows in blocks of 5, which 8 action tokens do not fill evenly."""
     monkeypatch.setitem(actor_module.CHUNK_LOGITS, "cpu", 3 * 320)
+    monkeypatch.setitem(actor_module.BLOCK_LOGITS, "cpu", 5 * 320)
     sequences, mask = batch()
     weights = torch.linspace(-1, 1, mask.numel()).view_as(mask)
     expected_log_probs, expected_entropy = plain(model, sequences, mask, temperature)
