@@ -14,10 +14,10 @@ from spmdrl.algos.kl import KL_ESTIMATORS, AdaptiveKLController, FixedKLControll
 from spmdrl.algos.tensor_ops import token_rewards
 from spmdrl.config import PPOConfig, describe_sizes, save_config, sizes, to_flat_dict
 from spmdrl.data.batching import split_evenly
-from spmdrl.data.prompts import load_prompts
+from spmdrl.data.prompts import PromptDataset, load_eval_prompts, load_prompts
 from spmdrl.data.sampler import PromptSampler
 from spmdrl.data.texts import load_texts
-from spmdrl.distributed import comm, guard
+from spmdrl.distributed import comm, guard, preemption
 from spmdrl.distributed.strategy import Strategy, compute_dtype
 from spmdrl.distributed.weight_sync import iter_weights
 from spmdrl.errors import UserError
@@ -25,18 +25,28 @@ from spmdrl.experience import Experience, Sample, collate, scatter
 from spmdrl.models.loading import eos_token_ids
 from spmdrl.models.tokenizer import load_tokenizer
 from spmdrl.quiet import quiet_libraries
-from spmdrl.rewards.combined import load_reward
+from spmdrl.rewards.combined import combine, load_rewards
 from spmdrl.rollout.collector import Collector
 from spmdrl.rollout.engine import SamplingOptions
-from spmdrl.tracking import Tracker
-from spmdrl.trainer.build import build_actor, build_critic, build_engine, build_ref_model, seed_everything
+from spmdrl.tracking import EVAL_SAMPLES, Tracker
+from spmdrl.trainer.anomalies import Guardrails
+from spmdrl.trainer.build import (
+    build_actor,
+    build_critic,
+    build_engine,
+    build_ref_model,
+    build_reward_models,
+    critic_checkpoint,
+    seed_everything,
+)
 from spmdrl.trainer.checkpoint import hf_config_to_save, save_hf
+from spmdrl.trainer.evaluation import Evaluation, eval_metrics
 from spmdrl.trainer.metrics import rollout_metrics
 from spmdrl.trainer.policy_update import PolicyUpdate
 from spmdrl.trainer.ptx import PtxLoss
 from spmdrl.trainer.rewarding import Rewarder
 from spmdrl.trainer.scoring import log_probs_of, score_samples
-from spmdrl.trainer.update import train_on
+from spmdrl.trainer.update import TrainBatch, train_on
 from spmdrl.trainer.value_update import ValueUpdate, value_metrics
 
 LOGGED_SAMPLES = 16
@@ -62,11 +72,15 @@ class PPOTrainer:
         self.sizes = sizes(config, comm.world_size(), len(self.prompts))
         for line in (self.prompts.describe(), *describe_sizes(config, comm.world_size(), self.sizes)):
             comm.say(line)
+        self.eval_prompts = load_eval_prompts(config.eval, config.data, self.tokenizer, seed=config.seed)
+        if self.eval_prompts is not None:
+            comm.say(f"evaluation: {self.eval_prompts.describe()}")
         self.texts = load_texts(config, self.tokenizer)
         if self.texts is not None:
             comm.say(self.texts.describe())
-        self.reward_fn = load_reward(config.reward)
-        self.reward_fn.check_columns(list(self.prompts[0].columns))
+        rewards = load_rewards(config.reward, batch_size=config.rollout.micro_rollout_batch_size)
+        for source in rewards.values():
+            source.check_columns(list(self.prompts[0].columns))
         self.tracker = Tracker(
             config.tracking,
             save_path=config.checkpoint.save_path,
@@ -78,12 +92,17 @@ class PPOTrainer:
         self.strategy = Strategy(config.deepspeed, config.optim, dtype=self.dtype)
         self.engine = build_engine(config, self.tokenizer, dtype=self.dtype)
         self.actor = build_actor(config, self.strategy, self.sizes)
-        self.critic = build_critic(config, self.strategy, self.sizes, num_tokens=len(self.tokenizer))
-        self.ref_model = build_ref_model(config, self.strategy)
+        reward_models = build_reward_models(config, self.strategy, self.tokenizer)
+        self.reward_fn = combine({**reward_models, **rewards}, config.reward.reward_weights)
+        critic = critic_checkpoint(config, reward_models)
+        self.critic_name = critic.name
+        self.critic = build_critic(config, self.strategy, self.sizes, critic, num_tokens=len(self.tokenizer))
+        self.ref_model = build_ref_model(config, self.strategy, self.actor)
         self._build_algorithm()
         self.eos_ids = set(eos_token_ids(self.actor.module.model, self.tokenizer))
         self.shuffle = torch.Generator().manual_seed(config.seed)
-        self.step = 0  # of the rollouts; the first is 1
+        self.step = 0  # the last one that is finished
+        self.batch: TrainBatch | None = None  # under training
         if comm.is_main():
             save_config(config, str(Path(config.checkpoint.save_path, "config.yaml")))
 
@@ -97,8 +116,9 @@ class PPOTrainer:
             if algo.kl_target is not None
             else FixedKLController(algo.init_kl_coef)
         )
-        self.rewarder = Rewarder(config, self.reward_fn, self.prompts, self.response_text, self.estimator)
-        self.value_update = ValueUpdate(self.strategy, config.critic, config.optim)
+        self.rewarder = Rewarder(config, self.reward_fn, self.prompts, self.response_parts, self.estimator)
+        self.guardrails = Guardrails(config.anomaly, max_norm=config.optim.max_norm)
+        self.value_update = ValueUpdate(self.strategy, config.critic, config.optim, self.guardrails)
         self.policy_update = PolicyUpdate(
             self.strategy,
             algo,
@@ -106,6 +126,7 @@ class PPOTrainer:
             max_tokens=config.rollout.generate_max_len,
             correction=config.correction_for(self.engine.own_forward),
             ptx=PtxLoss(self.texts, ptx_coef=config.ptx.ptx_coef) if self.texts is not None else None,
+            guard=self.guardrails,
         )
         # With one optimizer step a rollout the policy that samples is the policy that trains: no forward for it.
         self.needs_old_log_probs = self.kl_in_reward or (
@@ -117,19 +138,32 @@ class PPOTrainer:
             n_samples_per_prompt=config.rollout.n_samples_per_prompt,
             seed=config.seed,
         )
+        self.evaluation: Evaluation | None = None
+        if self.eval_prompts is not None:
+            self.evaluation = Evaluation(config, self.eval_prompts, self.engine)
+            self.eval_rewarder = Rewarder(
+                config, self.reward_fn, self.eval_prompts, self.response_parts, self.estimator
+            )
 
     # ---- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> None:
+        preemption.safe_point()  # from here on a signal is answered with a checkpoint
         batches = iter(self.sampler)
-        for step in range(1, self.sizes.total_steps + 1):
-            self.step = step
-            samples = self.rollout(step, batches)  # this rank's responses, with rewards
-            if not comm.any_rank(bool(samples)):
-                break
-            self.score(samples)  # log-probs, reference log-probs, values
-            samples = self.compute_advantages(samples)  # all ranks' samples, in the same order everywhere
-            metrics = self.train(samples)  # epochs x optimizer steps x micro-batches, critic and actor
-            self.finish_step(step, samples, metrics)  # KL controller, logs
+        if self.step == 0 and self.batch is None:
+            self.evaluate(0)
+        for step in range(self.step + 1, self.sizes.total_steps + 1):
+            guard.set_step(step)
+            self.guardrails.begin(step)
+            if self.batch is None:  # else the run was resumed in the middle of training on it
+                samples = self.rollout(step, batches)  # this rank's responses, with rewards
+                if not comm.any_rank(bool(samples)):
+                    break
+                self.score(samples)  # log-probs, reference log-probs, values
+                samples = self.compute_advantages(samples)  # all ranks' samples, in the same order everywhere
+                self.batch = self.deal(samples)  # what each optimizer step trains on
+            metrics = self.train(self.batch)  # epochs x optimizer steps x micro-batches, critic and actor
+            self.evaluate(step)
+            self.finish_step(step, self.batch.samples, metrics)  # KL controller, logs
         self.save()
         self.tracker.close()
 
@@ -164,6 +198,7 @@ class PPOTrainer:
         with self.phase("generate"), self._engine_awake():
             samples = self.collector.collect(prompts, groups, step)
             greedy = self.collector.collect_greedy(prompts, groups) if self.estimator.needs_greedy else []
+        preemption.safe_point()
         with self.phase("reward"):
             self.rewarder.reward(samples)
             self.rewarder.reward(greedy)
@@ -218,42 +253,60 @@ class PPOTrainer:
             advantages = whiten(advantages, mask, stats, no_std_norm=algo.no_advantage_std_norm)
         exp.advantages = advantages
 
-    def train(self, samples: list[Sample]) -> dict[str, float]:
+    def deal(self, samples: list[Sample]) -> TrainBatch:
+        """Which samples each optimizer step trains on; every epoch has its own order. None where something is wrong
+        with the rollout for which --on_anomaly leaves it out."""
+        size, chunks = self.config.optim.train_batch_size, []
+        if not self.guardrails.takes_rollout(samples):
+            return TrainBatch(samples, chunks)
+        for _ in range(self.config.optim.max_epochs):
+            order = torch.randperm(len(samples), generator=self.shuffle).tolist()
+            chunks += [order[start : start + size] for start in range(0, len(order), size)]
+        return TrainBatch(samples, chunks)
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
         """Passes over the samples of all ranks, of which each optimizer step deals a part to the ranks.
 
         Critic and actor train on the same chunks, one after the other: neither changes what the other learns from.
         """
         metrics: dict[str, float] = {}
-        num_samples = len(samples) * self.config.optim.max_epochs
-        chunks = self._chunks(samples)
-        trains_actor = self.step > self.config.critic.freezing_actor_steps
+        trains_actor = self.step >= self.config.critic.freezing_actor_steps
+        num_samples = sum(map(len, batch.chunks))
         with self.phase("train", num_samples * (trains_actor + (self.critic is not None))) as progress:
             if self.critic is not None:
                 step = partial(self.value_update.optimizer_step, self.critic)
-                metrics |= value_metrics(samples) | train_on(chunks, step, "critic", progress)
+                metrics |= value_metrics(batch.samples) | train_on(batch, step, "critic", progress)
                 metrics["critic/lr"] = self.critic.get_lr()[0]
             if trains_actor:
                 step = partial(self.policy_update.optimizer_step, self.actor, kl_coef=self.kl_controller.value)
-                metrics |= train_on(chunks, step, "policy", progress)
+                metrics |= train_on(batch, step, "policy", progress)
         metrics["policy/lr"] = self.actor.get_lr()[0]
-        num_tokens = sum(s.num_tokens for s in samples) * self.config.optim.max_epochs
+        num_tokens = sum(s.num_tokens for s in batch.samples) * self.config.optim.max_epochs
         metrics["perf/train_tokens_per_s"] = num_tokens / max(progress.seconds, 1e-9)
         return metrics
 
-    def _chunks(self, samples: list[Sample]) -> list[list[Sample]]:
-        """The samples of each optimizer step; every epoch has its own order."""
-        size, chunks = self.config.optim.train_batch_size, []
-        for _ in range(self.config.optim.max_epochs):
-            order = torch.randperm(len(samples), generator=self.shuffle).tolist()
-            chunks += [[samples[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
-        return chunks
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Means over the held-out prompts, logged, if --eval_steps asks for them after this step."""
+        evaluation, prompts = self.evaluation, self.eval_prompts
+        if evaluation is None or prompts is None or not evaluation.is_due(step, self.sizes.total_steps):
+            return {}
+        with self.phase("eval"):
+            with self._engine_awake():
+                samples = evaluation.sample()
+            preemption.safe_point()
+            self.eval_rewarder.reward(samples)
+            metrics = eval_metrics(samples)
+        self.tracker.log_samples([self._sample_row(s, prompts) for s in samples[:LOGGED_SAMPLES]], step, EVAL_SAMPLES)
+        self.tracker.log(metrics, step)
+        return metrics
 
     def finish_step(self, step: int, samples: list[Sample], metrics: dict[str, float]) -> None:
         metrics["policy/kl_coef"] = self.kl_controller.value if self.ref_model is not None else 0.0
         if "policy/kl" in metrics:
             self.kl_controller.update(metrics["policy/kl"], len(samples))
-        self.tracker.log_samples([self._sample_row(s) for s in samples[:LOGGED_SAMPLES]], step)
-        self.tracker.log(rollout_metrics(samples) | metrics, step)
+        self.tracker.log_samples([self._sample_row(s, self.prompts) for s in samples[:LOGGED_SAMPLES]], step)
+        self.tracker.log(rollout_metrics(samples) | metrics | self.guardrails.metrics(), step)
+        self.step, self.batch = step, None
 
     def save(self) -> None:
         model, critic, folder = self.config.model, self.config.critic, Path(self.config.checkpoint.save_path)
@@ -261,8 +314,7 @@ class PPOTrainer:
             own = hf_config_to_save(str(model.pretrain), model, dtype=self.dtype)
             save_hf(self.actor, self.tokenizer, folder, hf_config=own)
             if critic.save_value_network:
-                name = critic.critic_pretrain or str(model.pretrain)
-                own = hf_config_to_save(name, model, dtype=self.dtype, num_labels=1)
+                own = hf_config_to_save(self.critic_name, model, dtype=self.dtype, num_labels=1)
                 prefix = critic.value_head_prefix
                 save_hf(self.critic, self.tokenizer, folder / "critic", hf_config=own, value_head_prefix=prefix)
 
@@ -332,10 +384,15 @@ class PPOTrainer:
 
     def response_text(self, sample: Sample) -> str:
         """What reward functions see of a response: its text with special tokens, without the EOS that ended it."""
+        return self.response_parts(sample)[0]
+
+    def response_parts(self, sample: Sample) -> tuple[str, str]:
+        """A response's text and that of the EOS that ended it, "" where none did."""
         ids = sample.sequence[len(sample.sequence) - sample.num_sampled :].tolist()
-        if ids and sample.finish_reason == "stop" and ids[-1] in self.eos_ids:
-            ids = ids[:-1]
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        is_ended = bool(ids) and sample.finish_reason == "stop" and ids[-1] in self.eos_ids
+        end = len(ids) - is_ended
+        text, ending = (self.tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:end], ids[end:]))
+        return text, ending
 
     def _cut_to_batch(self, kept: list[Sample]) -> tuple[list[Sample], bool]:
         """Keep the first `rollout_batch_size` groups of all ranks; whether there are that many."""
@@ -344,8 +401,8 @@ class PPOTrainer:
         chosen = set(groups[:size])
         return [s for s in kept if s.group_id in chosen], len(groups) >= size
 
-    def _sample_row(self, sample: Sample) -> dict[str, Any]:
-        prompt = self.prompts[sample.row]
+    def _sample_row(self, sample: Sample, prompts: PromptDataset) -> dict[str, Any]:
+        prompt = prompts[sample.row]
         return {
             "row": sample.row,
             "index": sample.index,
@@ -366,4 +423,4 @@ def main(config: PPOConfig) -> None:
         quiet_libraries(is_main=comm.is_main())
         PPOTrainer(config).fit()
 
-    guard.run(program, config.deepspeed.local_rank)
+    guard.run(program, config.deepspeed.local_rank, config.stopping)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.data.batching import plan_micro_batches
-from spmdrl.distributed import comm
+from spmdrl.distributed import comm, preemption
 from spmdrl.experience import Sample, collate, scatter
 
 
@@ -33,6 +33,7 @@ def score_samples(
     batches = plan_micro_batches(lengths, num_ranks=1, micro_batch_size=micro_batch_size)[0]
     missing = int(comm.all_reduce_max(len(batches))) - len(batches)
     for batch in batches + [[] for _ in range(missing)]:
+        preemption.safe_point()
         part = [samples[i] for i in batch]
         exp = collate(part).to(comm.device())
         result = model(exp.sequences, exp.action_mask)

@@ -5,7 +5,7 @@ samples are dealt to ranks and micro-batches.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from spmdrl.algos.corrections import effective_sample_size
 from spmdrl.algos.losses import BatchCounts
+from spmdrl.config import AnomalyConfig
 from spmdrl.data.batching import plan_micro_batches
-from spmdrl.distributed import comm
+from spmdrl.distributed import comm, preemption
 from spmdrl.distributed.strategy import Strategy
 from spmdrl.experience import Experience, Sample, collate
+from spmdrl.trainer.anomalies import Guardrails
 
 # Metrics are detached scalars named by how they add up: "sum/..." over tokens, to be divided by the number of tokens
 # that are trained on; "step/..." over micro-batches, already divided by a count of the step; "max/..." the largest.
@@ -33,12 +35,20 @@ class LossPart:
 
 
 def optimizer_step(
-    strategy: Strategy, engine: Any, parts: Iterable[LossPart], *, micro_batch_size: int, max_tokens: int = 1
+    strategy: Strategy,
+    engine: Any,
+    parts: Iterable[LossPart],
+    *,
+    micro_batch_size: int,
+    max_tokens: int = 1,
+    guard: Guardrails | None = None,
+    role: str = "policy",
 ) -> dict[str, float]:
     """Train on the sum of the parts' losses, of whose samples every rank takes its micro-batches.
 
-    Returns this rank's metrics and the gradient norm. A rank with fewer samples makes passes of no weight instead.
-    `max_tokens` is the constant length of the aggregation that has one.
+    Returns this rank's metrics and the gradient norm, or nothing where `guard` left the step out; without a guard, a
+    loss or gradient that is not finite raises AnomalyStop. A rank with fewer samples makes passes of no weight instead.
+    `max_tokens` is the constant length of the aggregation that has one; `role` is for messages.
     """
     totals: Metrics = {}
     for part in parts:
@@ -51,11 +61,16 @@ def optimizer_step(
         lengths = [s.num_tokens for s in samples]
         plan = plan_micro_batches(lengths, num_ranks=comm.world_size(), micro_batch_size=micro_batch_size)
         for batch in plan[comm.rank()]:
+            preemption.safe_point()
             exp = collate([samples[i] for i in batch], like=samples[0]).to(comm.device())
             loss, metrics = part.loss(engine, exp, counts)
             strategy.backward(engine, loss)
-            _add(totals, metrics)
-    grad_norm = strategy.step(engine)
+            _add(totals, metrics | {"": loss.detach()})
+    guard = guard or Guardrails(AnomalyConfig())
+    loss = float(comm.all_reduce_sum(totals.pop("").cpu().double()))
+    grad_norm = strategy.step(engine, lambda norm: guard.takes_step(role, loss, norm))
+    if not guard.after_step(role, loss, grad_norm):
+        return {}
     return {name: float(value) for name, value in totals.items()} | {"grad_norm": grad_norm}
 
 
@@ -65,13 +80,25 @@ def _add(totals: Metrics, metrics: Metrics) -> None:
         totals[name] = value if seen is None else torch.max(seen, value) if name[:4] == "max/" else seen + value
 
 
+@dataclass
+class TrainBatch:
+    """The samples of one rollout, all ranks', and how far training on them has come."""
+
+    samples: list[Sample]
+    chunks: list[list[int]]  # of each optimizer step, indices into samples
+    reports: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # role → of each finished optimizer step
+
+
 def train_on(
-    chunks: Iterable[Sequence[Sample]], step: Callable[[Sequence[Sample]], dict[str, float]], role: str, progress: Any
+    batch: TrainBatch, step: Callable[[Sequence[Sample]], dict[str, float]], role: str, progress: Any
 ) -> dict[str, float]:
-    """One optimizer step for each chunk; the metrics of all of them. A collective."""
-    metrics = UpdateMetrics(role)
-    for chunk in chunks:
-        metrics.add(step(chunk), sum(s.response_length for s in chunk))
+    """The optimizer steps of a role that are not done yet; the metrics of all of them. A collective."""
+    metrics, reports = UpdateMetrics(role), batch.reports.setdefault(role, [])
+    for number, indices in enumerate(batch.chunks):
+        chunk = [batch.samples[i] for i in indices]
+        if number == len(reports):
+            reports.append(step(chunk))
+        metrics.add(reports[number], sum(s.response_length for s in chunk))
         progress.update(len(chunk))
     return metrics.reduce()
 
@@ -85,11 +112,18 @@ class UpdateMetrics:
         self.num_tokens = 0
 
     def add(self, report: dict[str, float], num_tokens: int) -> None:
-        self.steps.append(report)
-        self.num_tokens += num_tokens
+        """Take the report of an optimizer step over that many tokens; an empty one is of a step that was left out."""
+        if report:
+            self.steps.append(report)
+            self.num_tokens += num_tokens
 
     def reduce(self) -> dict[str, float]:
-        """Means over the tokens of all ranks, for losses and gradient norms over optimizer steps. A collective."""
+        """Means over the tokens of all ranks, for losses and gradient norms over optimizer steps. A collective.
+
+        Nothing where every step was left out.
+        """
+        if not self.steps:
+            return {}
         names = sorted({name for report in self.steps for name in report} - {"grad_norm"})
         added = [name for name in names if name[:4] != "max/"]
         totals = [sum(report.get(name, 0.0) for report in self.steps) for name in added]

@@ -17,6 +17,7 @@ from spmdrl.experience import Sample
 from spmdrl.rollout.engine import Completion, Request, SamplingOptions
 from spmdrl.trainer import ppo_trainer
 from spmdrl.trainer.ppo_trainer import PPOTrainer
+from spmdrl.trainer.update import TrainBatch
 from tests.tiny import make_model, write_jsonl
 
 FLAGS: dict[str, Any] = {
@@ -113,9 +114,9 @@ class RecordingTrainer(PPOTrainer):
         self.recorded: list[list[Sample]] = []
         super().__init__(config)
 
-    def train(self, samples: list[Sample]) -> dict[str, float]:
-        self.recorded.append(samples)
-        return super().train(samples)
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        self.recorded.append(batch.samples)
+        return super().train(batch)
 
     def result(self) -> Run:
         folder = Path(self.config.checkpoint.save_path)
