@@ -22,6 +22,7 @@ from spmdrl.config import TrackingConfig
 from spmdrl.errors import UserError
 
 METRICS, SAMPLES, PLOT, STATE = "metrics.jsonl", "samples.jsonl", "metrics.png", "tracking.json"
+EVAL_SAMPLES = "eval_samples.jsonl"
 PLOTTED = {
     "rollout/reward": "reward",
     "policy/kl": "KL to the reference",
@@ -117,7 +118,7 @@ class Tracker:
             return
         self.folder = Path(save_path).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, SAMPLES):
+        for name in (METRICS, SAMPLES, EVAL_SAMPLES):
             open_log(self.folder / name, resume_step)
         state = read_state(self.folder) if resume_step is not None else {}
         state.setdefault("run_name", config.wandb_run_name or f"ppo_{datetime.now():%m%dT%H%M%S}")
@@ -161,9 +162,9 @@ class Tracker:
         if time.monotonic() - self.plotted_at > PLOT_EVERY_S:
             self._plot()
 
-    def log_samples(self, rows: Sequence[dict[str, Any]], step: int) -> None:
+    def log_samples(self, rows: Sequence[dict[str, Any]], step: int, name: str = SAMPLES) -> None:
         if self.is_main:
-            append(self.folder / SAMPLES, [{"step": step, **row} for row in rows])
+            append(self.folder / name, [{"step": step, **row} for row in rows])
 
     def close(self) -> None:
         if not self.is_main:

@@ -28,6 +28,7 @@ def check_flags(config: PPOConfig) -> None:
     check_needs(config)
     check_template(config)
     check_hardware(config)
+    check_role_stages(config)
     check_evaluation(config)
 
 
@@ -56,7 +57,7 @@ RANGES: dict[str, Range] = {
         _NOT_NEGATIVE,
     ),
     **dict.fromkeys(("actor_learning_rate", "critic_learning_rate"), _NOT_NEGATIVE),
-    **dict.fromkeys(("eps_clip", "value_clip", "kl_target", "rollout_token_cap"), _POSITIVE),
+    **dict.fromkeys(("eps_clip", "value_clip", "kl_target", "rollout_token_cap", "remote_rm_timeout"), _POSITIVE),
     **dict.fromkeys(("sapo_tau_pos", "sapo_tau_neg"), _POSITIVE),
     **dict.fromkeys(("gamma", "lambd", "lr_warmup_ratio", "min_lr_ratio"), _SHARE),
     **dict.fromkeys(("reward_clip_range", "rollout_correction_range", "dynamic_filtering_range"), _ASCENDING),
@@ -69,7 +70,9 @@ RANGES: dict[str, Range] = {
     "lora_dropout": (lambda x: 0 <= x < 1, "from 0 to below 1"),
     "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
     "top_k": (lambda x: x == -1 or x >= 1, "-1 (all tokens) or at least 1"),
-    "zero_stage": (lambda x: 0 <= x <= 3, "0, 1, 2 or 3"),
+    **dict.fromkeys(
+        ("zero_stage", "critic_zero_stage", "ref_reward_zero_stage"), (lambda x: 0 <= x <= 3, "0, 1, 2 or 3")
+    ),
     "vllm_gpu_memory_utilization": (lambda x: 0 < x < 1, "between 0 and 1"),
     "adam_betas": (lambda x: all(0 <= beta < 1 for beta in x), "two numbers from 0 to below 1"),
     "eps_clip_low_high": (lambda x: 0 < x[0] <= 1 and x[1] > 0, "two widths above 0, the first at most 1"),
@@ -144,7 +147,9 @@ def check_critic(config: PPOConfig) -> None:
         return
     values = values_of(config)
     for name, flag in flags_of(type(config)).items():
-        if (flag.section == "critic" or name == "lambd") and values[name] != flag.default:
+        if name == "value_head_prefix" and config.reward.models:
+            continue  # a reward model has one too
+        if (flag.section == "critic" or name in ("lambd", "critic_zero_stage")) and values[name] != flag.default:
             raise UserError(
                 f"--{name} is for a critic, and --advantage_estimator {config.algo.advantage_estimator} has none: "
                 f"drop it, or take --advantage_estimator gae"
@@ -262,6 +267,14 @@ def check_hardware(config: Any) -> None:
         raise UserError(f"--zpg {deepspeed.zpg} partitions ZeRO-3 weights: it needs --zero_stage 3")
     if model.attention == "flash_attention_2" and model.bf16 is False:
         raise UserError("--attention flash_attention_2 (--flash_attn) computes in bfloat16 only; drop it or --no_bf16")
+
+
+def check_role_stages(config: PPOConfig) -> None:
+    deepspeed = config.deepspeed
+    if deepspeed.adam_offload and deepspeed.critic_zero_stage == 0:
+        raise UserError("--adam_offload needs --critic_zero_stage 1, 2 or 3, got 0")
+    if config.lora.load_in_4bit and deepspeed.critic_zero_stage == 3:
+        raise UserError("--load_in_4bit with --critic_zero_stage 3: packed weights are not sharded; take 2")
 
 
 def check_evaluation(config: PPOConfig) -> None:

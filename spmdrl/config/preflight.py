@@ -76,12 +76,10 @@ def check_required(config: PPOConfig) -> None:
         raise UserError("--pretrain is missing: the Hugging Face directory or hub name of the model to train")
     if not config.data.prompt_data:
         raise UserError("--prompt_data is missing: a file, directory or hub name with prompts")
-    remote, function = config.reward.remote_rm_url, config.reward.reward_func
-    if remote and function:
-        raise UserError("--remote_rm_url and --reward_func are both given; rewards come from one of them")
-    if not remote and not function:
+    if not config.reward.num_sources:
         raise UserError(
-            "no reward: give --reward_func path.py:name, or --remote_rm_url path.py that defines reward_func"
+            "no reward: give a function with --reward_func path.py:name, a model with --reward_pretrain or a server "
+            "with --remote_rm_url http://host:port/path"
         )
 
 
@@ -94,7 +92,10 @@ def check_files(config: PPOConfig) -> None:
             "eval_dataset": config.eval.eval_dataset,
         }
     )
-    check_reward_file("remote_rm_url", config.reward.remote_rm_url)
+    for name in config.reward.models:
+        check_models({"reward_pretrain": name})
+    if not config.reward.servers:
+        check_reward_file("remote_rm_url", config.reward.remote_rm_url)
     for spec in config.reward.reward_func:
         check_reward_file("reward_func", spec)
     check_save_path(config.checkpoint.save_path)
@@ -124,23 +125,22 @@ def check_reward_file(flag: str, spec: str | None) -> None:
     if spec is None:
         return
     if re.match(r"https?://", spec):
-        raise UserError(
-            f"--{flag} {spec}: reward servers are not supported yet; call yours in --reward_func path.py:name"
-        )
+        raise UserError(f"--{flag} {spec}: a reward server goes to --remote_rm_url")
     path = spec if spec.endswith(".py") else spec.rpartition(":")[0]
     if not path.endswith(".py"):
-        raise UserError(f"--{flag} {spec}: takes path.py, which defines reward_func, or path.py:name")
+        server = ", or a server, http://host:port/path" if flag == "remote_rm_url" else ""
+        raise UserError(f"--{flag} {spec}: takes path.py, which defines reward_func, or path.py:name{server}")
     if not Path(path).expanduser().is_file():
         raise UserError(f"--{flag} {path}: no such file")
 
 
-def check_save_path(save_path: str) -> None:
+def check_save_path(save_path: str, flag: str = "save_path") -> None:
     path = Path(save_path).expanduser().absolute()
     nearest = next(p for p in (path, *path.parents) if p.exists())
     if not nearest.is_dir():
-        raise UserError(f"--save_path {save_path}: {nearest} is a file")
+        raise UserError(f"--{flag} {save_path}: {nearest} is a file")
     if not os.access(nearest, os.W_OK):
-        raise UserError(f"--save_path {save_path}: no permission to write in {nearest}")
+        raise UserError(f"--{flag} {save_path}: no permission to write in {nearest}")
 
 
 def looks_local(name: str) -> bool:

@@ -332,8 +332,12 @@ class ZeroConfig:
 class DeepSpeedConfig(ZeroConfig):
     """DeepSpeed."""
 
+    critic_zero_stage: int | None = None
+    """ZeRO stage of the critic; left out: --zero_stage."""
+    ref_reward_zero_stage: int | None = None
+    """ZeRO stage of reference and reward models: with 3 each rank holds a share, else all; left out: --zero_stage."""
     ref_reward_offload: bool = False
-    """Keep the reference model in host memory while it is not scoring."""
+    """Keep reference and reward models in host memory while they are not scoring."""
 
 
 @dataclass(frozen=True, kw_only=True)

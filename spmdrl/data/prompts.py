@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from spmdrl.errors import UserError
 from spmdrl.models.tokenizer import encode_texts
 
 if TYPE_CHECKING:
-    from spmdrl.config import PromptDataConfig
+    from spmdrl.config import EvalConfig, PromptDataConfig
 
 BATCH_ROWS = 1000  # rows tokenised in one call
 PROGRESS_ROWS = 20_000  # from so many rows on, rank 0 shows a progress bar
@@ -33,6 +34,7 @@ class Prompt:
     prompt_ids: list[int]  # with one BOS in front where the tokenizer or its template brings one
     label: Any  # the value of --label_key, None without the flag
     columns: dict[str, Any]  # every other column of the row
+    cell: Any = None  # of --input_key, unchanged: what `prompt` was rendered from
 
 
 class PromptDataset(Sequence[Prompt]):
@@ -81,7 +83,8 @@ class PromptDataset(Sequence[Prompt]):
         columns = {name: value for name, value in row.items() if name not in keys}
         label = None if self._config.label_key is None else row[self._config.label_key]
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
-        return Prompt(row=index, prompt=self._texts[index], prompt_ids=ids, label=label, columns=columns)
+        cell = row[self._config.input_key]
+        return Prompt(row=index, prompt=self._texts[index], prompt_ids=ids, label=label, columns=columns, cell=cell)
 
     def describe(self) -> str:
         """One line: how many prompts from where, and how many were dropped and why."""
@@ -103,7 +106,6 @@ def load_prompts(config: "PromptDataConfig", tokenizer: Any, *, seed: int) -> Pr
     """
     if not config.prompt_data:
         raise UserError("--prompt_data is missing: give a file, a directory or a hub name")
-    render = make_renderer(config, tokenizer)
     rows = load_rows(
         config.prompt_data,
         config.prompt_data_probs,
@@ -111,6 +113,23 @@ def load_prompts(config: "PromptDataConfig", tokenizer: Any, *, seed: int) -> Pr
         max_samples=config.max_samples,
         seed=seed,
     )
+    return render_prompts(rows, config, tokenizer)
+
+
+def load_eval_prompts(
+    evaluation: "EvalConfig", config: "PromptDataConfig", tokenizer: Any, *, seed: int
+) -> PromptDataset | None:
+    """Every row of `--eval_dataset`, read as the training prompts are; None without the flag."""
+    if not evaluation.eval_dataset:
+        return None
+    split, flag = evaluation.eval_split, "--eval_dataset"
+    rows = load_rows(evaluation.eval_dataset, None, split=split, max_samples=sys.maxsize, seed=seed, flag=flag)
+    return render_prompts(rows, config, tokenizer)
+
+
+def render_prompts(rows: Rows, config: "PromptDataConfig", tokenizer: Any) -> PromptDataset:
+    """The prompts of `rows` that are neither empty nor too long."""
+    render = make_renderer(config, tokenizer)
     show_progress = os.environ.get("RANK", "0") == "0" and len(rows) >= PROGRESS_ROWS
     dataset = PromptDataset(rows, config)
     with tqdm(total=len(rows), desc="Tokenising prompts", disable=not show_progress) as bar:

@@ -1,7 +1,8 @@
 """DeepSpeed: engines from models, one optimizer step from many micro-batches, memory handed over between phases."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from spmdrl.config import DeepSpeedConfig, OptimConfig
 from spmdrl.distributed import comm
 from spmdrl.distributed.cpu_adam import cpu_adam_class
+from spmdrl.distributed.step_gate import install_gate
 from spmdrl.errors import UserError
 
 # DeepSpeed would compile a shared-memory collective at start-up on hosts without a GPU: minutes for nothing, as the
@@ -23,6 +25,12 @@ class Strategy:
 
     def __init__(self, config: DeepSpeedConfig, optim: OptimConfig, *, dtype: torch.dtype):
         self.config, self.optim, self.dtype = config, optim, dtype
+
+    def for_stage(self, zero_stage: int | None) -> "Strategy":
+        """For a role with a ZeRO stage of its own; None is the run's."""
+        if zero_stage is None:
+            return self
+        return Strategy(replace(self.config, zero_stage=zero_stage), self.optim, dtype=self.dtype)
 
     # ---- construction -------------------------------------------------------------------------------------------
     def loading(self) -> Any:
@@ -49,8 +57,7 @@ class Strategy:
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=scheduler, config=self._ds_config(trainable=True)
         )
-        if self.config.zero_stage == 0:
-            engine.clip_fp32_gradients = lambda: _clip_and_keep_norm(engine, self.optim.max_norm)
+        engine.step_gate = install_gate(engine, self.optim.max_norm)
         engine.train()
         return engine
 
@@ -65,8 +72,9 @@ class Strategy:
         return engine
 
     def _optimizer(self, model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-        no_decay = [p for p in model.parameters() if _ndim(p) < 2]
-        decay = [p for p in model.parameters() if _ndim(p) >= 2]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        no_decay = [p for p in trained if _ndim(p) < 2]
+        decay = [p for p in trained if _ndim(p) >= 2]
         groups = [{"params": decay, "weight_decay": self.optim.l2}, {"params": no_decay, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         kwargs: dict[str, Any] = {"lr": learning_rate, "betas": self.optim.adam_betas}
@@ -117,21 +125,24 @@ class Strategy:
         """
         engine.backward(loss * comm.world_size())
 
-    def step(self, engine: Any) -> float:
-        """Clip, update weights and learning rate; return the gradient norm before clipping."""
+    def step(self, engine: Any, accepts: Callable[[float], bool] = lambda norm: True) -> float:
+        """Clip, update weights and learning rate; return the gradient norm before clipping.
+
+        A step whose gradients are not finite (norm infinity), or whose norm `accepts` refuses, is not taken: its
+        gradients are dropped, and weights, moments and schedule stay as they are. `accepts` must say the same on
+        every rank, all of which ask it with the same norm.
+        """
+        engine.step_gate.open_for(accepts)
         engine.step()
-        norm = engine.get_global_grad_norm()
-        return float(norm) if norm is not None else float("nan")
+        return engine.step_gate.norm
 
     # ---- memory phases --------------------------------------------------------------------------------------------
     @contextmanager
     def states_offloaded(self, engine: Any, *, enabled: bool, keeps_weights: bool = False) -> Iterator[None]:
         """The engine's training states, and its weights unless they are needed, in host memory while the device
         belongs to the engine that samples."""
-        movable = (
-            enabled and comm.device().type == "cuda" and self.config.zero_stage == 3 and not self.config.adam_offload
-        )
-        if movable:
+        movable = enabled and comm.device().type == "cuda" and not self.config.adam_offload
+        if movable := movable and engine.zero_optimization_stage() == 3:
             engine.offload_states(include=_training_states() if keeps_weights else None)
             torch.cuda.empty_cache()
         try:
@@ -141,9 +152,10 @@ class Strategy:
                 engine.reload_states()
 
     @contextmanager
-    def on_device(self, model: nn.Module) -> Iterator[nn.Module]:
+    def on_device(self, model: Any) -> Iterator[Any]:
         """`model` on the device for the time of the block, if it rests in host memory."""
-        rests_on_host = self.config.ref_reward_offload and self.config.zero_stage < 3 and comm.device().type != "cpu"
+        is_whole = isinstance(model, nn.Module) and unwrap(model) is model  # else DeepSpeed moves its shards
+        rests_on_host = is_whole and self.config.ref_reward_offload and comm.device().type != "cpu"
         if rests_on_host:
             model.to(comm.device())
         try:
@@ -152,11 +164,6 @@ class Strategy:
             if rests_on_host:
                 model.to("cpu")
                 torch.cuda.empty_cache()
-
-
-def _clip_and_keep_norm(engine: Any, max_norm: float) -> None:
-    """DeepSpeed's own clipping without ZeRO, which forgets the norm that it computed."""
-    engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), max_norm)
 
 
 def _training_states() -> list[Any]:

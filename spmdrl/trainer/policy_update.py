@@ -13,6 +13,7 @@ from spmdrl.algos.tensor_ops import log_ratio, masked_sum
 from spmdrl.config import AlgoConfig, OptimConfig
 from spmdrl.distributed.strategy import Strategy
 from spmdrl.experience import Experience, Sample
+from spmdrl.trainer.anomalies import Guardrails
 from spmdrl.trainer.ptx import PtxLoss
 from spmdrl.trainer.update import LossPart, Metrics, optimizer_step
 
@@ -32,8 +33,9 @@ class PolicyUpdate:
         max_tokens: int,
         correction: str,
         ptx: PtxLoss | None = None,
+        guard: Guardrails | None = None,
     ):
-        self.strategy, self.ptx = strategy, ptx
+        self.strategy, self.ptx, self.guard = strategy, ptx, guard
         self.micro_batch_size = optim.micro_train_batch_size
         self.max_tokens = max_tokens
         self.policy_loss: Callable = bind(POLICY_LOSSES[algo.policy_loss], algo)
@@ -55,8 +57,14 @@ class PolicyUpdate:
         parts = [LossPart(samples, partial(self.loss, kl_coef=kl_coef))]
         if self.ptx is not None:
             parts.append(self.ptx.part(len(samples)))
-        size, max_tokens = self.micro_batch_size, self.max_tokens
-        return optimizer_step(self.strategy, engine, parts, micro_batch_size=size, max_tokens=max_tokens)
+        return optimizer_step(
+            self.strategy,
+            engine,
+            parts,
+            micro_batch_size=self.micro_batch_size,
+            max_tokens=self.max_tokens,
+            guard=self.guard,
+        )
 
     def loss(self, engine: Any, exp: Experience, counts: BatchCounts, *, kl_coef: float) -> tuple[Tensor, Metrics]:
         """This micro-batch's share of the loss (a scalar), and its metrics."""

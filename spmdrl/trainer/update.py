@@ -4,7 +4,7 @@ A loss is a sum over its micro-batch divided by the counts of the whole step, so
 samples are dealt to ranks and micro-batches.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,10 +28,32 @@ Loss = Callable[[Any, Experience, BatchCounts], tuple[Tensor, Metrics]]
 
 @dataclass(frozen=True)
 class LossPart:
-    """Samples of a whole optimizer step, over all ranks, and the loss (engine, experience, counts) of some of them."""
+    """Samples of a whole optimizer step, over all ranks, and the loss (engine, experience, counts) of some of them.
+
+    Each `group_size` consecutive samples, such as the two sides of a pair, share a micro-batch.
+    """
 
     samples: Sequence[Sample]
     loss: Loss
+    group_size: int = 1
+
+    def counts(self, max_tokens: int = 1) -> BatchCounts:
+        return BatchCounts(
+            num_tokens=sum(s.response_length for s in self.samples),
+            num_sequences=sum(s.response_length > 0 for s in self.samples),
+            max_tokens=max_tokens,
+        )
+
+    def micro_batches(self, size: int) -> Iterator[Experience]:
+        """This rank's, of at most `size` groups each, on the device; as many on every rank."""
+        starts = range(0, len(self.samples), self.group_size)
+        groups = [self.samples[start : start + self.group_size] for start in starts]
+        lengths = [max(s.num_tokens for s in group) for group in groups]
+        plan = plan_micro_batches(lengths, num_ranks=comm.world_size(), micro_batch_size=size)
+        for batch in plan[comm.rank()]:
+            preemption.safe_point()
+            samples = [sample for i in batch for sample in groups[i]]
+            yield collate(samples, like=self.samples[0]).to(comm.device())
 
 
 def optimizer_step(
@@ -52,20 +74,11 @@ def optimizer_step(
     """
     totals: Metrics = {}
     for part in parts:
-        samples = part.samples
-        counts = BatchCounts(
-            num_tokens=sum(s.response_length for s in samples),
-            num_sequences=sum(s.response_length > 0 for s in samples),
-            max_tokens=max_tokens,
-        )
-        lengths = [s.num_tokens for s in samples]
-        plan = plan_micro_batches(lengths, num_ranks=comm.world_size(), micro_batch_size=micro_batch_size)
-        for batch in plan[comm.rank()]:
-            preemption.safe_point()
-            exp = collate([samples[i] for i in batch], like=samples[0]).to(comm.device())
+        counts = part.counts(max_tokens)
+        for exp in part.micro_batches(micro_batch_size):
             loss, metrics = part.loss(engine, exp, counts)
             strategy.backward(engine, loss)
-            _add(totals, metrics | {"": loss.detach()})
+            add_metrics(totals, metrics | {"": loss.detach()})
     guard = guard or Guardrails(AnomalyConfig())
     loss = float(comm.all_reduce_sum(totals.pop("").cpu().double()))
     grad_norm = strategy.step(engine, lambda norm: guard.takes_step(role, loss, norm))
@@ -74,7 +87,7 @@ def optimizer_step(
     return {name: float(value) for name, value in totals.items()} | {"grad_norm": grad_norm}
 
 
-def _add(totals: Metrics, metrics: Metrics) -> None:
+def add_metrics(totals: Metrics, metrics: Metrics) -> None:
     for name, value in metrics.items():
         seen = totals.get(name)
         totals[name] = value if seen is None else torch.max(seen, value) if name[:4] == "max/" else seen + value

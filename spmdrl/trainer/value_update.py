@@ -11,21 +11,22 @@ from spmdrl.algos.tensor_ops import masked_sum
 from spmdrl.config import CriticConfig, OptimConfig
 from spmdrl.distributed.strategy import Strategy
 from spmdrl.experience import Experience, Sample
+from spmdrl.trainer.anomalies import Guardrails
 from spmdrl.trainer.update import LossPart, Metrics, optimizer_step
 
 
 class ValueUpdate:
     """The value loss, every token of the optimizer step weighing the same."""
 
-    def __init__(self, strategy: Strategy, critic: CriticConfig, optim: OptimConfig):
-        self.strategy = strategy
+    def __init__(self, strategy: Strategy, critic: CriticConfig, optim: OptimConfig, guard: Guardrails | None = None):
+        self.strategy, self.guard = strategy, guard
         self.micro_batch_size = optim.micro_train_batch_size
         self.value_loss: Callable = bind(value_loss, critic)
 
     def optimizer_step(self, engine: Any, samples: Sequence[Sample]) -> dict[str, float]:
         """Train on `samples`, the whole optimizer step's; returns this rank's metrics and the gradient norm."""
-        parts = [LossPart(samples, self.loss)]
-        return optimizer_step(self.strategy, engine, parts, micro_batch_size=self.micro_batch_size)
+        parts, size = [LossPart(samples, self.loss)], self.micro_batch_size
+        return optimizer_step(self.strategy, engine, parts, micro_batch_size=size, guard=self.guard, role="critic")
 
     def loss(self, engine: Any, exp: Experience, counts: BatchCounts) -> tuple[Tensor, Metrics]:
         """This micro-batch's share of the loss, and its metrics."""
