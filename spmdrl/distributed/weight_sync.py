@@ -1,7 +1,9 @@
 """Whole weights out of a ZeRO engine, a bucket at a time, under the names that a Hugging Face checkpoint has."""
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,30 +16,104 @@ def iter_weights(engine: Any, *, bucket_mb: int) -> Iterator[tuple[str, Tensor]]
     """Yield (name, whole tensor) of the causal LM in `engine`; every rank must run the iterator to its end.
 
     Under ZeRO-3 at most `bucket_mb` MiB of weights (or one larger tensor) are gathered at a time. What is yielded is
-    a copy, because a receiver may keep it longer than the gather lives.
+    a copy, because a receiver may keep it longer than the gather lives. With LoRA it is the merged weight, under the
+    name that the frozen one has in a checkpoint; the frozen one is only read, so that merging never adds up rounding.
     """
     model = unwrap(engine)
-    model = getattr(model, "model", model)
-    for bucket in _buckets(model.named_parameters(), bucket_mb * 2**20):
-        params = [p for _, p in bucket]
-        with _gathered(params):
-            whole = [(name, p.detach().clone() if hasattr(p, "ds_id") else p.detach()) for name, p in bucket]
+    yield from _iter_tensors(_weights(getattr(model, "model", model)), bucket_mb)
+
+
+def iter_adapter(engine: Any, *, bucket_mb: int) -> Iterator[tuple[str, Tensor]]:
+    """Like `iter_weights`, of what LoRA trains: its matrices and a value head, under the names that peft saves."""
+    model = unwrap(engine)
+    trained = ((name, p) for name, p in getattr(model, "model", model).named_parameters() if p.requires_grad)
+    yield from _iter_tensors((_Piece(_saved_name(name), p) for name, p in trained), bucket_mb)
+
+
+def _saved_name(name: str) -> str:
+    """peft's parameters have the adapter's name in theirs, q_proj.lora_A.default.weight, its files do not."""
+    return "base_model.model." + re.sub(r"(\.lora_[AB])\.\w+(?=\.)", r"\1", name)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One tensor to send: a parameter, or what becomes of it with the LoRA matrices of `layer` around it."""
+
+    name: str
+    param: nn.Parameter
+    layer: Any = None
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        if self.layer is None:
+            return [self.param]
+        matrices = [
+            m[name].weight for name in self.layer.active_adapters for m in (self.layer.lora_A, self.layer.lora_B)
+        ]
+        return [self.param, *matrices]
+
+    @property
+    def num_bytes(self) -> int:
+        """Under ZeRO-3 `numel()` of a shard is 0: `ds_numel` is the full size."""
+        return sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in self.params)
+
+    @torch.no_grad()
+    def whole(self) -> Tensor:
+        """While `params` are gathered: a tensor that outlives the gather."""
+        weight = _unpacked(self.param)
+        if self.layer is not None:
+            return _merged(weight, self.layer)
+        return weight.clone() if hasattr(self.param, "ds_id") else weight
+
+
+def _weights(model: nn.Module) -> Iterator[_Piece]:
+    """The weights of a checkpoint: without peft's own parameters, and without its part of the names of frozen ones."""
+    if not hasattr(model, "peft_config"):
+        yield from (_Piece(name, param) for name, param in model.named_parameters())
+        return
+    for name, param in model.named_parameters():
+        owner, wrapped, leaf = name.partition(".base_layer.")
+        if wrapped:
+            yield _Piece(f"{owner}.{leaf}", param, model.get_submodule(owner) if leaf == "weight" else None)
+        elif ".lora_" not in name:
+            yield _Piece(name, param)
+
+
+def _unpacked(param: nn.Parameter) -> Tensor:
+    """The weight behind a parameter that bitsandbytes packed, or the parameter itself."""
+    if not hasattr(param, "quant_state"):
+        return param.detach()
+    import bitsandbytes.functional as bnb
+
+    return bnb.dequantize_4bit(param.data, param.quant_state)
+
+
+def _merged(weight: Tensor, layer: Any) -> Tensor:
+    """W + (alpha / rank) B A in fp32, rounded once."""
+    total = weight.float()
+    for name in layer.active_adapters:
+        change = layer.lora_B[name].weight.float() @ layer.lora_A[name].weight.float()
+        total = total + (change.T if layer.fan_in_fan_out else change) * layer.scaling[name]
+    return total.to(weight.dtype)
+
+
+def _iter_tensors(pieces: Iterable[_Piece], bucket_mb: int) -> Iterator[tuple[str, Tensor]]:
+    for bucket in _buckets(pieces, bucket_mb * 2**20):
+        with _gathered([p for piece in bucket for p in piece.params]):
+            whole = [(piece.name, piece.whole()) for piece in bucket]
         yield from whole
 
 
-def _buckets(named: Iterable[tuple[str, nn.Parameter]], max_bytes: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Consecutive parameters whose full sizes add up to at most `max_bytes`; a larger one is alone.
-
-    Under ZeRO-3 `numel()` of a shard is 0: `ds_numel` is the full size.
-    """
-    bucket: list[tuple[str, nn.Parameter]] = []
+def _buckets(pieces: Iterable[_Piece], max_bytes: int) -> Iterator[list[_Piece]]:
+    """Consecutive pieces whose full sizes add up to at most `max_bytes`; a larger one is alone."""
+    bucket: list[_Piece] = []
     used = 0
-    for name, param in named:
-        size = getattr(param, "ds_numel", param.numel()) * param.element_size()
+    for piece in pieces:
+        size = piece.num_bytes
         if bucket and used + size > max_bytes:
             yield bucket
             bucket, used = [], 0
-        bucket.append((name, param))
+        bucket.append(piece)
         used += size
     if bucket:
         yield bucket

@@ -10,8 +10,9 @@ from safetensors import SafetensorError
 from spmdrl.config import ModelConfig
 from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import unwrap
-from spmdrl.distributed.weight_sync import iter_weights
+from spmdrl.distributed.weight_sync import iter_adapter, iter_weights
 from spmdrl.errors import UserError
+from spmdrl.models.lora import has_lora, write_adapter
 from spmdrl.models.value_head import HF_HEAD
 
 EXPORT_BUCKET_MB = 512
@@ -27,35 +28,36 @@ def hf_config_to_save(name: str, config: ModelConfig, *, dtype: torch.dtype, **c
 def save_hf(
     engine: Any, tokenizer: Any, folder: str | Path, *, hf_config: Any, value_head_prefix: str | None = None
 ) -> None:
-    """Write the model in `engine` with its tokenizer and chat template to `folder`; every rank takes part.
+    """Write the model in `engine` with its tokenizer and chat template to `folder`; every rank takes part. With LoRA
+    it is the adapter, as peft reads it.
 
     The files are written beside it and moved in when they are whole. A critic's head has the name that transformers
     looks for and `value_head_prefix`, which is where OpenRLHF does. Raises UserError when the disk refuses.
     """
     weights: dict[str, torch.Tensor] = {}
-    for name, tensor in iter_weights(engine, bucket_mb=EXPORT_BUCKET_MB):
+    model = getattr(unwrap(engine), "model", unwrap(engine))
+    tensors = iter_adapter if has_lora(model) else iter_weights
+    for name, tensor in tensors(engine, bucket_mb=EXPORT_BUCKET_MB):
         assert tensor.numel() > 0, f"{name} is empty: a shard, not a weight"
         if comm.is_main():
             weights[name] = tensor.cpu()
             if value_head_prefix and name.startswith(f"{HF_HEAD}."):
                 weights[f"{value_head_prefix}{name[len(HF_HEAD) :]}"] = tensor.cpu().clone()
-    problem = _write(unwrap(engine), weights, tokenizer, Path(folder), hf_config) if comm.is_main() else None
+    problem = _write(model, weights, tokenizer, Path(folder), hf_config) if comm.is_main() else None
     problem = comm.all_gather_object(problem)[0]
     if problem:
         raise UserError(problem)
 
 
-def _write(actor: Any, weights: dict[str, torch.Tensor], tokenizer: Any, folder: Path, hf_config: Any) -> str | None:
-    model = getattr(actor, "model", actor)
+def _write(model: Any, weights: dict[str, torch.Tensor], tokenizer: Any, folder: Path, hf_config: Any) -> str | None:
     partial = folder / ".partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        own, model.config = model.config, hf_config
-        try:
-            model.save_pretrained(partial, state_dict=weights)
-        finally:
-            model.config = own
+        if has_lora(model):
+            write_adapter(model, weights, partial, hf_config)
+        else:
+            _write_model(model, weights, partial, hf_config)
         tokenizer.save_pretrained(partial)
         for file in sorted(partial.iterdir()):
             file.replace(folder / file.name)
@@ -64,3 +66,11 @@ def _write(actor: Any, weights: dict[str, torch.Tensor], tokenizer: Any, folder:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
         return f"--save_path {folder}: cannot write the model: {error}"
     return None
+
+
+def _write_model(model: Any, weights: dict[str, torch.Tensor], folder: Path, hf_config: Any) -> None:
+    own, model.config = model.config, hf_config
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        model.config = own

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from spmdrl.config import ModelConfig
-from spmdrl.distributed.weight_sync import _buckets, check_names, copy_into, iter_weights
+from spmdrl.distributed.weight_sync import _buckets, _Piece, check_names, copy_into, iter_weights
 from spmdrl.models.actor import Actor
 from spmdrl.models.loading import checkpoint_weight_names
 from tests.ranks import run_ranks
@@ -32,16 +32,16 @@ def test_names_are_those_of_a_checkpoint_and_tied_weights_are_sent_once(tmp_path
 
 def test_buckets_close_before_they_overflow_and_a_large_tensor_is_alone():
     """Sizes in bytes 40, 40, 200, 40 with room for 100."""
-    named = [(name, nn.Parameter(torch.zeros(n))) for name, n in (("a", 10), ("b", 10), ("c", 50), ("d", 10))]
-    assert [[name for name, _ in bucket] for bucket in _buckets(named, 100)] == [["a", "b"], ["c"], ["d"]]
+    pieces = [_Piece(name, nn.Parameter(torch.zeros(n))) for name, n in (("a", 10), ("b", 10), ("c", 50), ("d", 10))]
+    assert [[piece.name for piece in bucket] for bucket in _buckets(pieces, 100)] == [["a", "b"], ["c"], ["d"]]
 
 
 def test_buckets_go_by_the_whole_size_of_a_shard():
     """Under ZeRO-3 `numel()` is 0 and `ds_numel` the size: else all would be gathered at once."""
-    named = [(name, nn.Parameter(torch.zeros(0))) for name in "abc"]
-    for _, p in named:
-        p.ds_numel = 20  # type: ignore[attr-defined]
-    assert [[name for name, _ in bucket] for bucket in _buckets(named, 100)] == [["a"], ["b"], ["c"]]
+    pieces = [_Piece(name, nn.Parameter(torch.zeros(0))) for name in "abc"]
+    for piece in pieces:
+        piece.param.ds_numel = 20  # type: ignore[attr-defined]
+    assert [[piece.name for piece in bucket] for bucket in _buckets(pieces, 100)] == [["a"], ["b"], ["c"]]
 
 
 def test_a_copy_overwrites_every_weight(tmp_path):

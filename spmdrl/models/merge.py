@@ -1,0 +1,84 @@
+"""A base model and a LoRA adapter made into one model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmdrl.config.merge import MergeLoraConfig
+from spmdrl.errors import UserError
+from spmdrl.models.loading import reading
+from spmdrl.models.lora import MERGED_CONFIG
+from spmdrl.models.value_head import HF_HEAD
+
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def merge_lora(config: MergeLoraConfig) -> None:
+    """Write the merged model and its tokenizer to --output_path. Products and sums are fp32, rounded once.
+
+    Raises UserError for an adapter and a base that do not belong together.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(str(config.lora_path))
+    adapter = _read_adapter_config(folder, config)
+    base = config.model_path or str(adapter["base_model_name_or_path"])
+    with reading(f"--lora_path {folder} on {base}", "an adapter and its base"):
+        model, dtype = _load_base(base, config)
+        if config.bf16 is not None:
+            dtype = torch.bfloat16 if config.bf16 else torch.float32
+        merged = _merge(model, folder).to(dtype)
+        if (folder / MERGED_CONFIG).is_file():
+            merged.config = type(merged.config).from_json_file(folder / MERGED_CONFIG)
+            merged.config.dtype = dtype
+        has_tokenizer = (folder / "tokenizer_config.json").is_file()
+        source = str(folder) if has_tokenizer else base
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    try:
+        merged.save_pretrained(str(config.output_path))
+        tokenizer.save_pretrained(str(config.output_path))
+    except OSError as error:
+        raise UserError(f"--output_path {config.output_path}: cannot write the model: {error}") from error
+
+
+def _read_adapter_config(folder: Path, config: MergeLoraConfig) -> dict[str, Any]:
+    content = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    scores = content.get("task_type") == "SEQ_CLS"
+    if scores != config.is_rm:
+        kind = "that of a reward model or critic: give" if scores else "that of a causal LM: drop"
+        raise UserError(f"--lora_path {folder} is {kind} --is_rm")
+    return content
+
+
+def _load_base(base: str, config: MergeLoraConfig) -> tuple[Any, torch.dtype]:
+    """The base in fp32, and the dtype that it is saved in."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code}
+    if config.is_rm:
+        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **options)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(base, **options)
+    dtype = model.dtype
+    return model.float(), dtype
+
+
+def _merge(model: Any, folder: Path) -> Any:
+    """`model` with the adapter merged into its weights. Every tensor of the adapter finds its place, or UserError."""
+    from peft import PeftConfig, PeftModel
+    from peft.utils import load_peft_weights
+
+    weights = load_peft_weights(str(folder), device="cpu")
+    if f"base_model.model.{HF_HEAD}.bias" in weights:  # which transformers' classifiers do not have
+        setattr(model, HF_HEAD, nn.Linear(getattr(model, HF_HEAD).in_features, 1))
+    adapted = PeftModel(model, PeftConfig.from_pretrained(str(folder)))
+    found = adapted.load_adapter(str(folder), "default")
+    lost = [*found.unexpected_keys, *(name for name in found.missing_keys if ".lora_" in name or HF_HEAD in name)]
+    if lost:
+        raise UserError(
+            f"--lora_path {folder} does not fit the base: {', '.join(sorted(lost)[:3])}, {len(lost)} in all"
+        )
+    return adapted.merge_and_unload()
