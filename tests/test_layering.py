@@ -25,7 +25,7 @@ ARROWS = {
     "distributed": BASE | MATHS,
     "models": BASE | MATHS | {"distributed"},
     "data": BASE | MATHS | {"models"},  # prompts are rendered and encoded by the model's tokenizer
-    "rewards": BASE | MATHS,
+    "rewards": BASE | MATHS | {"distributed", "models", "data"},
     "rollout": BASE | MATHS | {"distributed", "models", "data"},
     "trainer": BASE | MATHS | {"tracking", "distributed", "models", "data", "rewards", "rollout"},
 }

@@ -393,7 +393,7 @@ class TrackingConfig:
     wandb_project: str = "spmdrl_train_ppo"
     """W&B project."""
     wandb_run_name: str | None = None
-    """W&B run name; left out: ppo_ and the date."""
+    """W&B run name; left out: the program, such as ppo, and the date."""
     use_tensorboard: str | None = None
     """Directory for TensorBoard logs."""
 

@@ -1,4 +1,4 @@
-"""The critic: a causal backbone with a scalar head, tokens in, one value a step out."""
+"""Critic and reward model: a causal backbone with a scalar head; one value a step, or one score a sequence, out."""
 
 import json
 from pathlib import Path
@@ -54,13 +54,89 @@ class ValueModel(nn.Module):
         return picked.new_zeros(action_mask.shape).masked_scatter(action_mask, picked)
 
 
-def load_value_model(
-    name: str, config: ModelConfig, *, flag: str, value_head_prefix: str, dtype: torch.dtype, seed: int
-) -> ValueModel:
-    """The checkpoint `name`, a causal LM or one with a scalar head, as a ValueModel.
+class RewardModel(nn.Module):
+    """A Hugging Face sequence classifier with one label, as a reward model: one score a sequence.
 
-    A head that the checkpoint lacks is drawn from `seed`. Raises UserError, naming `flag`, for a head that is not one
-    linear layer of width 1 and for a backbone of which weights are missing.
+    Sequences are right-padded and no attention mask is passed, as in ValueModel. The score is read at the last real
+    token, whatever its id: transformers' own forward reads before an EOS that is the pad token too.
+    """
+
+    def __init__(self, model: Any, *, has_new_head: bool = False):
+        super().__init__()
+        self.model = model
+        self.has_new_head = has_new_head
+
+    def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
+        """Scores (B,) fp32. sequences: (B, S) int64, right-padded. lengths: (B,) int64, real tokens, at least 1."""
+        hidden = self.model.base_model(input_ids=sequences, use_cache=False).last_hidden_state
+        last = hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
+        return getattr(self.model, HF_HEAD)(last)[:, 0]
+
+    @property
+    def normalization(self) -> tuple[float, float] | None:
+        """Mean and standard deviation of its scores that training left in the config, None where it left none."""
+        mean, std = getattr(self.model.config, "mean", None), getattr(self.model.config, "std", None)
+        if mean is None or std is None:
+            return None
+        return float(mean), float(std)
+
+
+def load_value_model(
+    name: str,
+    config: ModelConfig,
+    *,
+    flag: str,
+    value_head_prefix: str,
+    dtype: torch.dtype,
+    seed: int,
+    **options: Any,
+) -> ValueModel:
+    """The checkpoint `name`, a causal LM or one with a scalar head, as a ValueModel; see `load_classifier`."""
+    model, has_new_head = load_classifier(
+        name, config, flag=flag, value_head_prefix=value_head_prefix, dtype=dtype, seed=seed, **options
+    )
+    return ValueModel(model, has_new_head=has_new_head)
+
+
+def load_reward_model(
+    name: str,
+    config: ModelConfig,
+    *,
+    flag: str,
+    value_head_prefix: str,
+    dtype: torch.dtype,
+    seed: int | None = None,
+    **options: Any,
+) -> RewardModel:
+    """The checkpoint `name` as a RewardModel; see `load_classifier`. Without `seed` one that has no head is refused:
+    its scores would be noise."""
+    model, has_new_head = load_classifier(
+        name, config, flag=flag, value_head_prefix=value_head_prefix, dtype=dtype, seed=seed or 0, **options
+    )
+    if has_new_head and seed is None:
+        names = ", ".join(dict.fromkeys((value_head_prefix, *HEAD_NAMES)))
+        raise UserError(
+            f"{flag} {name}: no trained head in it (none of {names}), so it is no reward model; train one with "
+            f"cli/train_rm.py, or name its head with --value_head_prefix"
+        )
+    return RewardModel(model, has_new_head=has_new_head)
+
+
+def load_classifier(
+    name: str,
+    config: ModelConfig,
+    *,
+    flag: str,
+    value_head_prefix: str,
+    dtype: torch.dtype,
+    seed: int,
+    **options: Any,
+) -> tuple[Any, bool]:
+    """The checkpoint `name`, a causal LM or one with a scalar head, as transformers' classifier with a ValueHead, and
+    whether that head is new, drawn from `seed`; `options` are of `from_pretrained`.
+
+    Raises UserError, naming `flag`, for a head that is not one linear layer of width 1 and for a backbone of which
+    weights are missing.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -68,7 +144,7 @@ def load_value_model(
     with reading(source, "a causal backbone"):
         head = read_head(name, source, value_head_prefix)
         hf_config = read_hf_config(name, config, num_labels=1)
-        options = loading_options(hf_config, config, dtype)
+        options |= loading_options(hf_config, config, dtype)
         model, report = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **options)
     missing = sorted(key for key in report["missing_keys"] if not key.startswith(f"{HF_HEAD}."))
     if missing:
@@ -83,7 +159,7 @@ def load_value_model(
     if weight.shape[1] != hidden_size:
         raise UserError(f"{source}: its head reads {weight.shape[1]} numbers, its backbone writes {hidden_size}")
     setattr(model, HF_HEAD, ValueHead(weight.to(dtype), None if bias is None else bias.to(dtype)))
-    return ValueModel(model, has_new_head=head is None)
+    return model, head is None
 
 
 def new_head(hidden_size: int, seed: int) -> Tensor:
@@ -105,7 +181,7 @@ def read_head(name: str, source: str, value_head_prefix: str) -> tuple[Tensor, T
             )
         tensors = {part: _read_tensor(files[key], key) for part, key in found.items()}
         if len(tensors["weight"]) != 1:
-            raise UserError(f"{source}: its head {head!r} has width {len(tensors['weight'])}, a critic's has width 1")
+            raise UserError(f"{source}: its head {head!r} has width {len(tensors['weight'])}, not 1")
         return tensors["weight"], tensors.get("bias")
     return None
 

@@ -1,45 +1,39 @@
-"""Several reward functions as one, and the reward that the flags ask for."""
+"""Several reward sources as one, and the reward that the flags ask for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from spmdrl.algos.shaping import weighted_sum
 from spmdrl.config import RewardConfig
-from spmdrl.rewards.function import RewardFunction, RewardOutput, parse_spec
+from spmdrl.distributed import comm
+from spmdrl.rewards.function import RewardFunction, parse_spec
+from spmdrl.rewards.remote import RemoteReward
+from spmdrl.rewards.source import RewardBatch, RewardOutput, RewardSource
 
 
 class CombinedReward:
-    """The weighted sum of what several functions return, each of them logged as reward_<name>.
+    """The weighted sum of what several sources return, each of them logged as reward/<name>.
 
-    What dynamic filtering goes by is the weighted sum too, of each function's scores or, without any, its rewards.
+    What dynamic filtering goes by is the weighted sum too, of each source's scores or, without any, its rewards.
     """
 
-    def __init__(self, functions: dict[str, RewardFunction], weights: Sequence[float]):
-        assert len(functions) == len(weights), f"{len(functions)} functions, {len(weights)} weights"
-        self.functions, self.weights = functions, list(weights)
+    def __init__(self, sources: Mapping[str, RewardSource], weights: Sequence[float]):
+        assert len(sources) == len(weights), f"{len(sources)} sources, {len(weights)} weights"
+        self.sources, self.weights = dict(sources), list(weights)
+        self.normalizes = all(source.normalizes for source in sources.values())
 
     def check_columns(self, available: Sequence[str]) -> None:
-        """Raise UserError when a function needs a column that the data does not have."""
-        for function in self.functions.values():
-            function.check_columns(available)
+        """Raise UserError when a source needs a column that the data does not have."""
+        for source in self.sources.values():
+            source.check_columns(available)
 
-    def __call__(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        columns: dict[str, list[Any]],
-        sample_ids: Sequence[str],
-    ) -> RewardOutput:
-        """Rewards of B samples, as RewardFunction gives them."""
-        outputs = {
-            name: function(queries, prompts, labels, columns, sample_ids) for name, function in self.functions.items()
-        }
+    def __call__(self, batch: RewardBatch) -> RewardOutput:
+        """Rewards of B samples."""
+        outputs = {name: source(batch) for name, source in self.sources.items()}
         parts = list(outputs.values())
-        logs = {f"reward_{name}": output.rewards for name, output in outputs.items()}
+        logs = {f"reward/{name}": output.rewards for name, output in outputs.items()}
         for name, output in outputs.items():
             logs |= {log if log not in logs else f"{name}_{log}": x for log, x in output.extra_logs.items()}
         scores = [x.rewards if x.scores is None else x.scores for x in parts]
@@ -52,20 +46,33 @@ class CombinedReward:
         )
 
 
-def load_reward(config: RewardConfig) -> RewardFunction | CombinedReward:
-    """The function of --reward_func or --remote_rm_url; several, or one with a weight, as a CombinedReward."""
-    specs = config.reward_func or (config.remote_rm_url or "",)
-    if len(specs) == 1 and not config.reward_weights:
-        return RewardFunction(specs[0])
-    names = function_names(specs)
-    functions = {name: RewardFunction(spec) for name, spec in zip(names, specs, strict=True)}
-    return CombinedReward(functions, config.reward_weights or [1.0] * len(specs))
+def load_rewards(config: RewardConfig, *, batch_size: int) -> dict[str, RewardSource]:
+    """Servers and functions by the names that logs have for them; `batch_size` samples are sent in one request."""
+    sources: dict[str, RewardSource] = {}
+    if config.servers:
+        sources["remote"] = RemoteReward(
+            config.servers, timeout_s=config.remote_rm_timeout, batch_size=batch_size, first=comm.rank()
+        )
+    names = told_apart([_function_names(spec) for spec in config.functions])
+    return sources | {name: RewardFunction(spec) for name, spec in zip(names, config.functions, strict=True)}
 
 
-def function_names(specs: Sequence[str]) -> list[str]:
-    """What the logs call each function: its name, with its file's where names repeat, else with a number too."""
-    parsed = [parse_spec(spec) for spec in specs]
-    names = [name for _, name in parsed]
-    with_file = [f"{Path(path).stem}_{name}" for path, name in parsed]
-    numbered = [f"{name}_{number}" for number, name in enumerate(with_file, 1)]
-    return next(choice for choice in (names, with_file, numbered) if len(set(choice)) == len(choice))
+def combine(sources: Mapping[str, RewardSource], weights: Sequence[float]) -> RewardSource:
+    """The one source, or the weighted sum of several and of one with a weight."""
+    if len(sources) == 1 and not weights:
+        return next(iter(sources.values()))
+    return CombinedReward(sources, weights or [1.0] * len(sources))
+
+
+def told_apart(choices: Sequence[Sequence[str]]) -> list[str]:
+    """One name for each row of names from short to long: the shortest that tell all apart, else with a number too."""
+    for names in zip(*choices, strict=True):
+        if len(set(names)) == len(names):
+            return list(names)
+    return [f"{names[-1]}_{number}" for number, names in enumerate(choices, 1)]
+
+
+def _function_names(spec: str) -> tuple[str, str]:
+    """Its name, and its file's with it."""
+    path, name = parse_spec(spec)
+    return name, f"{Path(path).stem}_{name}"

@@ -22,8 +22,7 @@ import inspect
 import numbers
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.errors import UserError
+from spmdrl.rewards.source import NOTHING, RewardBatch, RewardError, RewardOutput
 
 POSITIONAL = ("queries", "prompts", "labels")
 DEFAULT_NAME = "reward_func"
@@ -39,23 +39,10 @@ SEARCH_S = 5.0  # all ranks stop within seconds of an error
 FP32_MAX = torch.finfo(torch.float32).max
 
 
-class RewardError(UserError):
-    """A reward function that failed or returned something else than rewards. Its own traceback is worth showing."""
-
-    show_cause = True
-
-
-@dataclass
-class RewardOutput:
-    """What one call returned. B samples."""
-
-    rewards: Tensor  # (B,) fp32
-    scores: Tensor | None = None  # (B,) fp32
-    extra_logs: dict[str, Tensor] = field(default_factory=dict)  # each (B,) fp32
-
-
 class RewardFunction:
     """A function in a Python file, given as "path.py" (its `reward_func`) or "path.py:name"."""
+
+    normalizes = False
 
     def __init__(self, spec: str):
         path, name = parse_spec(spec)
@@ -73,27 +60,21 @@ class RewardFunction:
                 f"columns it can take: {', '.join(available) or 'none'}"
             )
 
-    def __call__(
-        self,
-        queries: Sequence[str],
-        prompts: Sequence[str],
-        labels: Sequence[Any],
-        columns: dict[str, list[Any]],
-        sample_ids: Sequence[str],
-    ) -> RewardOutput:
-        """Rewards of B samples. `sample_ids` are what errors call the samples."""
-        lengths = {len(x) for x in (prompts, labels, sample_ids, *columns.values())}
-        assert lengths == {len(queries)}, f"{len(queries)} queries, but lists of {sorted(lengths)}"
-        if not queries:
-            return RewardOutput(torch.zeros(0))
-        self.check_columns(list(columns))
-        arguments = [queries, prompts, labels], {k: v for k, v in columns.items() if self._accepts(k)}
+    def __call__(self, batch: RewardBatch) -> RewardOutput:
+        """Rewards of B samples."""
+        if not batch.queries:
+            return NOTHING
+        self.check_columns(list(batch.columns))
+        positional = [batch.queries, batch.prompts, batch.labels]
+        arguments = positional, {k: v for k, v in batch.columns.items() if self._accepts(k)}
         try:
             returned = call(self.function, *arguments)
         except (Exception, SystemExit) as error:
             culprit = find_culprit(self.function, *arguments, error)
-            raise RewardError(f"{self.where} raised {describe(error)} on {_name(sample_ids, culprit)}") from error
-        return read_output(returned, sample_ids, self.where)
+            raise RewardError(
+                f"{self.where} raised {describe(error)} on {_name(batch.sample_ids, culprit)}"
+            ) from error
+        return read_output(returned, batch.sample_ids, self.where)
 
     def _accepts(self, column: str) -> bool:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
@@ -171,7 +152,7 @@ def check_signature(function: Callable[..., Any], where: str) -> None:
         raise UserError(f"{where} takes {signature}; it is called with (queries, prompts, labels, **columns)")
 
 
-def call(function: Callable[..., Any], positional: list[Sequence[Any]], named: dict[str, list[Any]]) -> Any:
+def call(function: Callable[..., Any], positional: list[Sequence[Any]], named: Mapping[str, Sequence[Any]]) -> Any:
     """Call with copies, so that a function that sorts or pops does no harm; wait for an `async def`."""
     returned = function(*map(list, positional), **{name: list(values) for name, values in named.items()})
     if inspect.isawaitable(returned):
@@ -184,7 +165,10 @@ async def _wait_for(awaitable: Any) -> Any:
 
 
 def find_culprit(
-    function: Callable[..., Any], positional: list[Sequence[Any]], named: dict[str, list[Any]], error: BaseException
+    function: Callable[..., Any],
+    positional: list[Sequence[Any]],
+    named: Mapping[str, Sequence[Any]],
+    error: BaseException,
 ) -> int | None:
     """The first sample that alone raises the same kind of error, or None. The run ends, so calling again is fine."""
     deadline = time.monotonic() + SEARCH_S

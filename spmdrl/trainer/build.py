@@ -3,18 +3,27 @@
 import importlib.util
 import os
 import random
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch import Tensor
 
-from spmdrl.config import BatchSizes, ModelConfig, PPOConfig
+from spmdrl.config import BatchSizes, ModelConfig, PPOConfig, RewardConfig
+from spmdrl.config.preflight import model_positions
 from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import Strategy
 from spmdrl.errors import UserError
 from spmdrl.models.actor import Actor
 from spmdrl.models.loading import checkpoint_weight_names, load_causal_lm
-from spmdrl.models.value_head import load_value_model
+from spmdrl.models.lora import WithoutLora, add_lora, quantization
+from spmdrl.models.tokenizer import load_tokenizer
+from spmdrl.models.value_head import load_reward_model, load_value_model
+from spmdrl.rewards.combined import told_apart
+from spmdrl.rewards.model import ModelReward, make_encoder, policy_ids, score_sequences
 from spmdrl.rollout.engine import RolloutEngine
 
 
@@ -29,7 +38,8 @@ def seed_everything(seed: int, full_determinism: bool) -> None:
 
 def build_actor(config: PPOConfig, strategy: Strategy, counts: BatchSizes) -> Any:
     with strategy.loading():
-        model = load_causal_lm(config.model, dtype=strategy.dtype)
+        model = load_causal_lm(config.model, dtype=strategy.dtype, **quantization(config.lora, strategy.dtype))
+    add_lora(model, config.lora, seed=config.seed)
     enable_checkpointing(model, config.model)
     return strategy.trainable(
         Actor(model, temperature=config.rollout.temperature),
@@ -39,21 +49,83 @@ def build_actor(config: PPOConfig, strategy: Strategy, counts: BatchSizes) -> An
     )
 
 
-def build_ref_model(config: PPOConfig, strategy: Strategy) -> Any:
-    """The frozen copy of --pretrain that the KL is taken to; None without a KL."""
+def build_ref_model(config: PPOConfig, strategy: Strategy, actor: Any) -> Any:
+    """The frozen --pretrain that the KL is taken to: a copy, or with LoRA the actor's own. None without a KL."""
     if config.algo.init_kl_coef == 0:
         return None
+    if config.lora.lora_rank:
+        return WithoutLora(actor)
+    strategy = strategy.for_stage(config.deepspeed.ref_reward_zero_stage)
     with strategy.loading():
         model = load_causal_lm(config.model, dtype=strategy.dtype)
     return strategy.frozen(Actor(model, temperature=config.rollout.temperature))
 
 
-def build_critic(config: PPOConfig, strategy: Strategy, counts: BatchSizes, *, num_tokens: int) -> Any:
-    """The critic for the `num_tokens` ids of the tokenizer; None for an estimator that needs none."""
+class Given(NamedTuple):
+    """A checkpoint, and the flag that names it."""
+
+    flag: str
+    name: str
+
+
+def build_reward_models(config: PPOConfig, strategy: Strategy, tokenizer: Any) -> dict[str, ModelReward]:
+    """The models of --reward_pretrain by the names that logs have for them, for responses in `tokenizer`'s ids."""
+    paths = [Path(name) for name in config.reward.models]
+    names = told_apart([(path.name, f"{path.parent.name}_{path.name}") for path in paths])
+    models = [_build_reward_model(name, config, strategy, tokenizer) for name in config.reward.models]
+    return dict(zip(names, models, strict=True))
+
+
+def _build_reward_model(name: str, config: PPOConfig, strategy: Strategy, tokenizer: Any) -> ModelReward:
+    flag, strategy = "--reward_pretrain", strategy.for_stage(config.deepspeed.ref_reward_zero_stage)
+    own = load_tokenizer(replace(config.model, pretrain=name, tokenizer_chat_template=None), flag=flag)
+    encode, how = make_encoder(tokenizer, own, apply_chat_template=config.data.apply_chat_template)
+    with strategy.loading():
+        prefix = config.critic.value_head_prefix
+        model = load_reward_model(name, config.model, flag=flag, value_head_prefix=prefix, dtype=strategy.dtype)
+    positions = model_positions(model.model.config.get_text_config().to_dict())
+    reads_ids = encode is policy_ids
+    if reads_ids and positions is not None and positions < config.max_total_len:
+        raise UserError(
+            f"{flag} {name} has {positions} positions, prompt and response up to {config.max_total_len} tokens: lower "
+            f"--generate_max_len or --prompt_max_len"
+        )
+    normalization = model.normalization if config.reward.normalize_reward else None
+    where = f"reward model {name}"
+    comm.say(f"{where}: {how}{_describe_normalization(normalization, config.reward)}")
+    engine = strategy.frozen(model)
+
+    def score(sequences: Sequence[Tensor]) -> Tensor:
+        with strategy.on_device(engine):
+            return score_sequences(engine, sequences, micro_batch_size=config.rollout.micro_rollout_batch_size)
+
+    same_ids = own.get_vocab() == tokenizer.get_vocab()
+    return ModelReward(where, score, encode, normalization=normalization, max_len=positions, knows_policy_ids=same_ids)
+
+
+def _describe_normalization(normalization: tuple[float, float] | None, config: RewardConfig) -> str:
+    if normalization is not None:
+        return "; scores are normalised by mean {:.4g} and std {:.4g} of its config".format(*normalization)
+    return "; its config has no mean and std: rewards are normalised by their own" if config.normalize_reward else ""
+
+
+def critic_checkpoint(config: PPOConfig, reward_models: Mapping[str, ModelReward]) -> Given:
+    """What the critic starts from: --critic_pretrain, else like OpenRLHF's the first reward model, if it has the
+    policy's ids, else --pretrain."""
+    if config.critic.critic_pretrain:
+        return Given("--critic_pretrain", config.critic.critic_pretrain)
+    first = next(iter(reward_models.values()), None)
+    if first is not None and first.knows_policy_ids:
+        return Given("--reward_pretrain", config.reward.models[0])
+    return Given("--pretrain", str(config.model.pretrain))
+
+
+def build_critic(config: PPOConfig, strategy: Strategy, counts: BatchSizes, start: Given, *, num_tokens: int) -> Any:
+    """The critic for the `num_tokens` ids of the tokenizer, from `start`; None for an estimator that needs none."""
     if not config.needs_critic:
         return None
-    flag = "--critic_pretrain" if config.critic.critic_pretrain else "--pretrain"
-    name = config.critic.critic_pretrain or str(config.model.pretrain)
+    (flag, name), strategy = start, strategy.for_stage(config.deepspeed.critic_zero_stage)
+    comm.say(f"critic: starts from {flag} {name}")
     with strategy.loading():
         critic = load_value_model(
             name,
@@ -62,6 +134,7 @@ def build_critic(config: PPOConfig, strategy: Strategy, counts: BatchSizes, *, n
             value_head_prefix=config.critic.value_head_prefix,
             dtype=strategy.dtype,
             seed=config.seed,
+            **quantization(config.lora, strategy.dtype),
         )
     vocab_size = critic.model.config.get_text_config().vocab_size
     if vocab_size < num_tokens:
@@ -71,6 +144,7 @@ def build_critic(config: PPOConfig, strategy: Strategy, counts: BatchSizes, *, n
         )
     if critic.has_new_head:
         comm.say(f"critic: {name} has no value head, a new one is initialised")
+    add_lora(critic.model, config.lora, seed=config.seed)
     enable_checkpointing(critic.model, config.model)
     return strategy.trainable(
         critic,
@@ -84,6 +158,8 @@ def enable_checkpointing(model: Any, config: ModelConfig) -> None:
     if config.gradient_checkpointing:
         options = {"use_reentrant": config.gradient_checkpointing_use_reentrant}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        if config.gradient_checkpointing_use_reentrant:
+            model.enable_input_require_grads()  # else nothing behind frozen embeddings has a gradient
 
 
 def build_engine(config: PPOConfig, tokenizer: Any, *, dtype: torch.dtype) -> RolloutEngine:

@@ -24,5 +24,5 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/num_samples": float(len(samples)),
     }
     for name in samples[0].info:
-        metrics[f"rollout/{name}"] = sum(s.info[name] for s in samples) / len(samples)
+        metrics[name if name.startswith("reward/") else f"rollout/{name}"] = sum(s.info[name] for s in samples) / len(samples)
     return metrics

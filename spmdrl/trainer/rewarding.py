@@ -13,7 +13,7 @@ from spmdrl.config import PPOConfig
 from spmdrl.data.prompts import Prompt
 from spmdrl.distributed import comm
 from spmdrl.experience import Sample
-from spmdrl.rewards.function import RewardOutput
+from spmdrl.rewards.source import RewardBatch, RewardSource
 
 
 class Rewarder:
@@ -22,27 +22,30 @@ class Rewarder:
     def __init__(
         self,
         config: PPOConfig,
-        reward_fn: Callable[..., RewardOutput],
+        reward_fn: RewardSource,
         prompts: Sequence[Prompt],
-        response_text: Callable[[Sample], str],
+        response_parts: Callable[[Sample], tuple[str, str]],
         estimator: Estimator,
     ):
         self.config, self.estimator = config, estimator
-        self.reward_fn, self.prompts, self.response_text = reward_fn, prompts, response_text
+        self.reward_fn, self.prompts, self.response_parts = reward_fn, prompts, response_parts
         self.moments = RunningMoments()  # of the rewards of all ranks so far, for --normalize_reward
 
     def reward(self, samples: Sequence[Sample]) -> None:
-        """Call the reward function once for this rank's samples and store what it returns."""
-        if not samples:
-            return
+        """Ask the reward source once for this rank's samples and store what it gives. A collective."""
         prompts = [self.prompts[s.row] for s in samples]
-        responses = [self.response_text(s) for s in samples]
+        parts = [self.response_parts(s) for s in samples]
         output = self.reward_fn(
-            queries=[p.prompt + response for p, response in zip(prompts, responses, strict=True)],
-            prompts=[p.prompt for p in prompts],
-            labels=[p.label for p in prompts],
-            columns=_columns(prompts),
-            sample_ids=[f"row {s.row + 1}, sample {s.index}" for s in samples],
+            RewardBatch(
+                queries=[p.prompt + response for p, (response, _) in zip(prompts, parts, strict=True)],
+                prompts=[p.prompt for p in prompts],
+                labels=[p.label for p in prompts],
+                columns=_columns(prompts),
+                sample_ids=[f"row {s.row + 1}, sample {s.index}" for s in samples],
+                endings=[ending for _, ending in parts],
+                cells=[p.cell for p in prompts],
+                sequences=[s.sequence for s in samples],
+            )
         )
         for i, sample in enumerate(samples):
             sample.rewards = float(output.rewards[i])
@@ -65,7 +68,7 @@ class Rewarder:
         ids, indices, rewards, lengths, truncated, greedy = zip(*everything, strict=True)
         length, reward = torch.tensor(lengths), torch.tensor(rewards, dtype=torch.float32)
         greedy_reward = torch.tensor(greedy, dtype=torch.float32) if self.estimator.needs_greedy else None
-        if self.config.reward.normalize_reward:
+        if self.config.reward.normalize_reward and not self.reward_fn.normalizes:
             self.moments.update(reward)
             reward = self.moments.normalize(reward)
             greedy_reward = None if greedy_reward is None else self.moments.normalize(greedy_reward)

@@ -40,10 +40,17 @@ def test_what_has_to_be_given(refusal, flag):
     assert refusal(**{flag: "absent"}).startswith(f"--{flag} is missing: ")
 
 
-def test_exactly_one_reward_source(refusal, tmp_path):
-    none = refusal(remote_rm_url="absent")
-    both = refusal(reward_func=f"{tmp_path / 'reward.py'}:reward_func")
-    assert all("--remote_rm_url" in message and "--reward_func" in message for message in (none, both))
+def test_there_is_a_reward(refusal, validate, model_dir, tmp_path):
+    message = refusal(remote_rm_url="absent")
+    assert all(flag in message for flag in ("--remote_rm_url", "--reward_func", "--reward_pretrain"))
+    validate(remote_rm_url="absent", reward_pretrain=model_dir)
+    validate(reward_func=f"{tmp_path / 'reward.py'}:reward_func")  # beside the file of --remote_rm_url
+    validate(reward_pretrain=f"{model_dir}, owner/name", remote_rm_url="http://localhost:5000/get_reward")
+
+
+def test_each_reward_model_is_looked_for(refusal, model_dir):
+    message = refusal(reward_pretrain=f"{model_dir},./no")
+    assert message == "--reward_pretrain ./no: no such directory"
 
 
 def test_the_default_estimator_is_taken_and_its_critic_looked_for(refusal, validate, model_dir, tmp_path):
@@ -71,9 +78,9 @@ def test_each_of_several_sources_is_looked_for(refusal, validate, tmp_path):
     assert refusal(prompt_data=f"{good},no.csv") == "--prompt_data no.csv: no such file or directory"
 
 
-def test_reward_servers_are_refused_by_name(refusal):
-    message = refusal(remote_rm_url="http://localhost:5000/get_reward")
-    assert message.startswith("--remote_rm_url http://localhost:5000/get_reward: reward servers are not supported yet")
+def test_a_server_is_no_function(refusal):
+    message = refusal(reward_func="http://localhost:5000/get_reward")
+    assert message == "--reward_func http://localhost:5000/get_reward: a reward server goes to --remote_rm_url"
 
 
 def test_save_path_must_be_writable(refusal, tmp_path):

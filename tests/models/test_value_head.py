@@ -119,7 +119,7 @@ def test_heads_in_pickled_and_in_sharded_checkpoints_are_found(tmp_path):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"score.weight": head(width=3)}, "its head 'score' has width 3, a critic's has width 1"),
+        ({"score.weight": head(width=3)}, "its head 'score' has width 3, not 1"),
         ({"v_head.0.weight": head(), "v_head.2.weight": head()}, "its head 'v_head' is not one linear layer"),
         ({"value_head.weight": torch.ones(1, 32)}, "its head reads 32 numbers, its backbone writes 64"),
         ({"model.norm.weight": None}, "weights of the backbone are missing: model.norm.weight, 1 in all"),

@@ -6,8 +6,9 @@ import torch
 from spmdrl.config import PPOConfig, RewardConfig
 from spmdrl.config.parse import read_config
 from spmdrl.errors import UserError
-from spmdrl.rewards.combined import CombinedReward, function_names, load_reward
-from spmdrl.rewards.function import RewardError, RewardFunction
+from spmdrl.rewards.combined import CombinedReward, combine, load_rewards, told_apart
+from spmdrl.rewards.function import RewardFunction
+from spmdrl.rewards.source import RewardBatch, RewardError
 
 LENGTH = """
 def length(queries, prompts, labels):
@@ -31,12 +32,18 @@ def spec(tmp_path):
 def call(reward):
     """Responses of 3 and 1 characters; the hint is in the first."""
     return reward(
-        queries=["Q:abc", "Q:z"],
-        prompts=["Q:", "Q:"],
-        labels=[None, None],
-        columns={"hint": ["abc", "q"]},
-        sample_ids=["row 1, sample 0", "row 2, sample 0"],
+        RewardBatch(
+            queries=["Q:abc", "Q:z"],
+            prompts=["Q:", "Q:"],
+            labels=[None, None],
+            columns={"hint": ["abc", "q"]},
+            sample_ids=["row 1, sample 0", "row 2, sample 0"],
+        )
     )
+
+
+def load_reward(config):
+    return combine(load_rewards(config, batch_size=2), config.reward_weights)
 
 
 def test_rewards_are_the_weighted_sum_and_each_is_logged(spec):
@@ -45,8 +52,8 @@ def test_rewards_are_the_weighted_sum_and_each_is_logged(spec):
     assert out.rewards.tolist() == [3.5, 0.5]
     assert out.scores is not None and out.scores.tolist() == [21.5, 0.5]
     assert {name: x.tolist() for name, x in out.extra_logs.items()} == {
-        "reward_length": [3, 1],
-        "reward_checked": [1, 0],
+        "reward/length": [3, 1],
+        "reward/checked": [1, 0],
         "right": [1, 0],
         "seen": [1, 1],
     }
@@ -86,15 +93,24 @@ def test_a_column_that_one_function_needs_is_looked_for_at_the_start(spec):
 
 
 @pytest.mark.parametrize(
-    ("specs", "names"),
+    ("choices", "names"),
     [
-        (["a.py:f", "b.py:g"], ["f", "g"]),
-        (["a.py", "b.py"], ["a_reward_func", "b_reward_func"]),
-        (["x/a.py:f", "y/a.py:f"], ["a_f_1", "a_f_2"]),
+        ([("f", "a_f"), ("g", "b_g")], ["f", "g"]),
+        ([("f", "a_f"), ("f", "b_f")], ["a_f", "b_f"]),
+        ([("f", "a_f"), ("f", "a_f")], ["a_f_1", "a_f_2"]),
+        ([], []),
     ],
 )
-def test_functions_are_told_apart_in_the_logs(specs, names):
-    assert function_names(specs) == names
+def test_sources_are_told_apart_in_the_logs(choices, names):
+    assert told_apart(choices) == names
+
+
+def test_functions_are_called_by_their_name_or_with_their_files(spec, tmp_path):
+    (tmp_path / "other.py").write_text(LENGTH)
+    alone = load_rewards(RewardConfig(reward_func=(spec("length"), spec("checked"))), batch_size=1)
+    assert list(alone) == ["length", "checked"]
+    both = load_rewards(RewardConfig(reward_func=(spec("length"), f"{tmp_path / 'other.py'}:length")), batch_size=1)
+    assert list(both) == ["rewards_length", "other_length"]
 
 
 def test_a_wrong_number_of_weights_is_refused_with_both_flags():
@@ -103,5 +119,6 @@ def test_a_wrong_number_of_weights_is_refused_with_both_flags():
     with pytest.raises(UserError) as error:
         read_config(PPOConfig, [*flags, "1"])
     assert str(error.value) == (
-        "--reward_weights has 1 number for the 2 functions of --reward_func; give one for each"
+        "--reward_weights has 1 number for 2 rewards: 0 of --reward_pretrain, 0 of --remote_rm_url, 2 of "
+        "--reward_func; give one for each, in this order"
     )

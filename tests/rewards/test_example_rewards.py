@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.rewards.function import RewardError, RewardFunction
+from spmdrl.rewards.function import RewardFunction
+from spmdrl.rewards.source import RewardBatch, RewardError
 
 ROOT = Path(__file__).parents[2]
 REWARDS = ROOT / "examples" / "rewards"
@@ -16,10 +17,8 @@ GSM8K = Path(os.environ.get("SPMDRL_SHARED", ROOT.parent / "shared")) / "data" /
 def rewards_of(name: str, responses: list[str], labels: list, prompt: str = "Q: ") -> list[float]:
     count = len(responses)
     function = RewardFunction(str(REWARDS / name))
-    output = function(
-        [prompt + r for r in responses], [prompt] * count, labels, {}, [f"row {i}" for i in range(count)]
-    )
-    return output.rewards.tolist()
+    queries, ids = [prompt + r for r in responses], [f"row {i}" for i in range(count)]
+    return function(RewardBatch(queries, [prompt] * count, labels, {}, ids)).rewards.tolist()
 
 
 def test_gsm8k_compares_the_final_numbers():

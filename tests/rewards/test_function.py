@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from spmdrl.errors import UserError
-from spmdrl.rewards.function import RewardError, RewardFunction
+from spmdrl.rewards.function import RewardFunction
+from spmdrl.rewards.source import RewardBatch, RewardError
 
 QUERIES, PROMPTS, LABELS = ["p1 a", "p2 b", "p3 c"], ["p1 ", "p2 ", "p3 "], ["A", 2, {"x": None}]
 IDS = ["row 5, sample 0", "row 5, sample 1", "row 9, sample 0"]
@@ -27,7 +28,7 @@ def load(tmp_path):
 
 
 def rewards_of(function: RewardFunction) -> list[float]:
-    output = function(QUERIES, PROMPTS, LABELS, COLUMNS, IDS)
+    output = function(RewardBatch(QUERIES, PROMPTS, LABELS, COLUMNS, IDS))
     assert output.rewards.dtype == torch.float32
     assert output.rewards.shape == (3,)
     return output.rewards.tolist()
@@ -64,7 +65,7 @@ def test_a_column_called_like_an_argument_does_not_replace_it(load):
     function = load(
         "def reward_func(queries, prompts, labels, **kw):\n    assert not kw, kw\n    return [len(p) for p in prompts]"
     )
-    assert function(QUERIES, PROMPTS, LABELS, {"prompts": [0, 0, 0]}, IDS).rewards.tolist() == [3.0, 3.0, 3.0]
+    assert function(RewardBatch(QUERIES, PROMPTS, LABELS, {"prompts": [0, 0, 0]}, IDS)).rewards.tolist() == [3.0, 3.0, 3.0]
 
 
 def test_parameter_names_of_the_three_are_free_and_defaults_stand_in_for_absent_columns(load):
@@ -92,13 +93,13 @@ def test_mutating_its_arguments_does_no_harm(load):
         "def reward_func(queries, prompts, labels):\n    queries.pop(); labels.clear()\n    return [0, 0, 0]"
     )
     labels = list(LABELS)
-    function(list(QUERIES), PROMPTS, labels, {}, IDS)
+    function(RewardBatch(list(QUERIES), PROMPTS, labels, {}, IDS))
     assert labels == LABELS
 
 
 def test_no_samples_is_no_call(load):
     function = load("def reward_func(queries, prompts, labels):\n    raise AssertionError")
-    assert function([], [], [], {}, []).rewards.shape == (0,)
+    assert function(RewardBatch([], [], [], {}, [])).rewards.shape == (0,)
 
 
 # ---- what it may return ---------------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ def test_dict_with_scores_and_logs(load):
         "{'rewards': [1, 2, 3], 'scores': np.array([0, 1, 1]),"
         " 'extra_logs': {'length': torch.tensor([4, 5, 6]), 'mean': 2.5}}",
     )
-    output = function(QUERIES, PROMPTS, LABELS, {}, IDS)
+    output = function(RewardBatch(QUERIES, PROMPTS, LABELS, {}, IDS))
     assert output.rewards.tolist() == [1.0, 2.0, 3.0]
     assert output.scores is not None
     assert output.scores.tolist() == [0.0, 1.0, 1.0]
@@ -186,8 +187,8 @@ def test_anything_else_is_an_error_that_names_function_file_and_sample(load, exp
 def test_a_single_sample_needs_a_list_too(load):
     """What works for one sample must work for more."""
     with pytest.raises(RewardError, match="for 1 samples"):
-        returning(load, "0.5")(["a"], [""], [None], {}, ["row 1"])
-    assert returning(load, "[[0.5]]")(["a"], [""], [None], {}, ["row 1"]).rewards.tolist() == [0.5]
+        returning(load, "0.5")(RewardBatch(["a"], [""], [None], {}, ["row 1"]))
+    assert returning(load, "[[0.5]]")(RewardBatch(["a"], [""], [None], {}, ["row 1"])).rewards.tolist() == [0.5]
 
 
 # ---- how it fails ---------------------------------------------------------------------------------------------------

@@ -18,10 +18,20 @@ def sample(reward, *, group=0, index=0, truncated=False, greedy=None):
     return response
 
 
-def rewarder(flags):
+class Uncalled:
+    """A reward source: these samples have their rewards."""
+
+    def __init__(self, normalizes):
+        self.normalizes = normalizes
+
+    def __call__(self, batch):
+        pytest.fail("called")
+
+
+def rewarder(flags, *, normalizes=False):
     config = read_config(PPOConfig, flags.split())
     estimator = ESTIMATORS[config.algo.advantage_estimator]
-    return Rewarder(config, lambda **_: pytest.fail("called"), [], str, estimator)
+    return Rewarder(config, Uncalled(normalizes), [], lambda sample: ("", ""), estimator)
 
 
 def shaped(rewards, samples):
@@ -45,6 +55,12 @@ def test_the_rewards_that_are_logged_stay_as_they_were():
 def test_a_first_step_of_equal_rewards_gives_zeros():
     rewards = rewarder("--advantage_estimator reinforce --normalize_reward")
     assert shaped(rewards, [sample(0.1), sample(0.1, index=1)]) == [0, 0]
+
+
+def test_rewards_that_their_source_has_normalised_are_not_normalised_again():
+    rewards = rewarder("--advantage_estimator reinforce --normalize_reward", normalizes=True)
+    assert shaped(rewards, [sample(1.0), sample(3.0, index=1)]) == [1.0, 3.0]
+    assert rewards.moments.count == 0
 
 
 def test_statistics_are_those_of_the_rewards_of_every_rank(monkeypatch):
