@@ -11,7 +11,7 @@ from torch import Tensor, nn
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 # Most gradients of logits that are collected, in the dtype of the weights, for one product with the hidden states:
 # each such product passes over a gradient of the size of the LM head.
-BLOCK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
+BLOCK_LOGITS = {"cpu": 2**24, "cuda": 2**27}
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
