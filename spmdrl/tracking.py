@@ -23,11 +23,16 @@ from spmdrl.errors import UserError
 
 METRICS, SAMPLES, PLOT, STATE = "metrics.jsonl", "samples.jsonl", "metrics.png", "tracking.json"
 EVAL_SAMPLES = "eval_samples.jsonl"
-PLOTTED = {
+PLOTTED = {  # what a run does not have is left out
     "rollout/reward": "reward",
     "policy/kl": "KL to the reference",
     "rollout/response_length": "response length",
+    "train/loss": "loss",
+    "train/accuracy": "accuracy",
+    "eval/loss": "held-out loss",
+    "eval/accuracy": "held-out accuracy",
 }
+HEADLINES = {"rollout/reward": "reward", "train/loss": "loss"}
 PLOT_EVERY_S = 120.0
 BAR_EVERY_S = 15.0  # in a log file; a terminal's bar moves all the time
 
@@ -40,6 +45,11 @@ CONSOLE = (  # label, metric, format; a metric the step does not have is left ou
     ("loss", "policy/loss", "{:.4f}"),
     ("grad", "policy/grad_norm", "{:.2f}"),
     ("lr", "policy/lr", "{:.1e}"),
+    ("loss", "train/loss", "{:.4f}"),
+    ("accuracy", "train/accuracy", "{:.3f}"),
+    ("margin", "train/margin", "{:.3f}"),
+    ("grad", "train/grad_norm", "{:.2f}"),
+    ("lr", "train/lr", "{:.1e}"),
 )
 
 
@@ -108,8 +118,10 @@ class Tracker:
         is_main: bool,
         total_steps: int,
         resume_step: int | None = None,
+        program: str = "ppo",
     ):
-        """`resume_step`: the last step of the checkpoint that this run continues; later rows are dropped."""
+        """`resume_step`: the last step of the checkpoint that this run continues; later rows are dropped.
+        `program` and the date are the name of a run that has none."""
         self.config, self.total_steps, self.is_main = config, total_steps, is_main
         self.clock = PhaseClock()
         self.last_step = {"train": resume_step or 0, "eval": -1 if resume_step is None else resume_step}
@@ -121,7 +133,7 @@ class Tracker:
         for name in (METRICS, SAMPLES, EVAL_SAMPLES):
             open_log(self.folder / name, resume_step)
         state = read_state(self.folder) if resume_step is not None else {}
-        state.setdefault("run_name", config.wandb_run_name or f"ppo_{datetime.now():%m%dT%H%M%S}")
+        state.setdefault("run_name", config.wandb_run_name or f"{program}_{datetime.now():%m%dT%H%M%S}")
         if config.use_wandb:
             self.sinks.append(WandbSink(config, run_config, self.folder, state))
         if config.use_tensorboard:
@@ -356,19 +368,20 @@ class TensorBoardSink:
 
 # ---- curves ---------------------------------------------------------------------------------------------------------
 def plot_runs(folders: Sequence[Path], out: Path) -> None:
-    """Reward, KL and response length over steps, one line a run."""
+    """What is PLOTTED over steps, one line a run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     runs = {str(folder): read_rows(folder / METRICS) for folder in folders}
     figure = Figure(figsize=(7, 8), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(PLOTTED), 1, sharex=True)
-    for axis, (name, title) in zip(axes, PLOTTED.items(), strict=True):
+    names = [name for name in PLOTTED if any(row.get(name) is not None for rows in runs.values() for row in rows)]
+    axes = figure.subplots(max(len(names), 1), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, name in zip(axes, names, strict=False):
         for label, rows in runs.items():
             points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
             axis.plot([x for x, _ in points], [y for _, y in points], marker=".", label=label)
-        axis.set_ylabel(title)
+        axis.set_ylabel(PLOTTED[name])
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("step")
     axes[-1].xaxis.get_major_locator().set_params(integer=True)
@@ -380,14 +393,17 @@ def plot_runs(folders: Sequence[Path], out: Path) -> None:
 
 
 def summary_line(folder: Path) -> str:
-    """First and last five steps of a run's reward, and how long it took."""
-    rows = [row for row in read_rows(folder / METRICS) if row.get("rollout/reward") is not None]
-    if not rows:
+    """First and last five steps of a run's reward, or of its loss, and how long it took."""
+    rows = read_rows(folder / METRICS)
+    name = next((name for name in HEADLINES if any(row.get(name) is not None for row in rows)), None)
+    if name is None:
         return f"{folder}: no rewards in {METRICS}"
-    rewards = [row["rollout/reward"] for row in rows]
-    first, last = (sum(part) / len(part) for part in (rewards[:5], rewards[-5:]))
+    rows = [row for row in rows if row.get(name) is not None]
+    values = [row[name] for row in rows]
+    first, last = (sum(part) / len(part) for part in (values[:5], values[-5:]))
     minutes = sum(row.get("time/step_s") or 0.0 for row in rows) / 60
-    return f"{folder}: {len(rows)} steps in {minutes:.1f} min, reward {first:.3f} → {last:.3f} ({last - first:+.3f})"
+    change = f"{HEADLINES[name]} {first:.3f} → {last:.3f} ({last - first:+.3f})"
+    return f"{folder}: {len(rows)} steps in {minutes:.1f} min, {change}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
