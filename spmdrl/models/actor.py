@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmdrl.models.packing import hidden_states, last_action_lengths
+
 # Most logits that exist at a time. A host's allocator returns larger blocks to the system and faults them in again;
 # a GPU needs large products to be busy.
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
@@ -23,16 +25,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature, with_entropy):
-        log_probs, entropy = [], []
+        # Filled in place: a small tensor kept between two large ones would keep the host's heap from being reused.
+        log_probs = torch.zeros(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
+        entropy = torch.zeros_like(log_probs)
         for rows in _slices(len(hidden), weight, CHUNK_LOGITS):
             log_p = _log_softmax(hidden[rows], weight, bias, temperature)
-            log_probs.append(log_p.gather(-1, labels[rows, None])[:, 0])
+            log_probs[rows] = log_p.gather(-1, labels[rows, None])[:, 0]
             if with_entropy:
-                entropy.append(_entropy(log_p))
-        log_probs = torch.cat(log_probs)
+                entropy[rows] = _entropy(log_p)
+            del log_p
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.temperature, ctx.with_entropy = temperature, with_entropy
-        return log_probs, torch.cat(entropy) if with_entropy else torch.zeros_like(log_probs)
+        return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
@@ -139,15 +143,17 @@ class Actor(nn.Module):
     """A Hugging Face causal LM as a policy.
 
     Sequences are right-padded and attention is causal, so a real token never sees padding: no attention mask is
-    passed, which keeps the fast attention kernels and makes the pad token's id irrelevant.
+    passed, which keeps the fast attention kernels and makes the pad token's id irrelevant. `packs`: sequences go
+    through the decoder without padding, as one row.
     """
 
-    def __init__(self, model: Any, *, temperature: float = 1.0):
+    def __init__(self, model: Any, *, temperature: float = 1.0, packs: bool = False):
         super().__init__()
         if not isinstance(model.get_output_embeddings(), LogProbHead):
             model.set_output_embeddings(LogProbHead(model.get_output_embeddings()))
         self.model = model
         self.temperature = temperature
+        self.packs = packs
 
     def forward(
         self,
@@ -163,7 +169,8 @@ class Actor(nn.Module):
         `sequences[:, 1:]` was sampled. The log-prob is that of the distribution that was sampled from:
         log softmax(logits / temperature). Only action positions reach the LM head.
         """
-        hidden = self.model.get_decoder()(input_ids=sequences, use_cache=False).last_hidden_state
+        lengths = last_action_lengths(action_mask) if self.packs else None
+        hidden = hidden_states(self.model.get_decoder(), sequences, lengths)
         labels = sequences[:, 1:][action_mask]
         head = self.model.get_output_embeddings()
         scale = getattr(self.model.config, "logits_scaling", None)  # Granite divides its logits by a constant

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from spmdrl.config import ModelConfig
 from spmdrl.errors import UserError
 from spmdrl.models.loading import loading_options, read_hf_config, reading
+from spmdrl.models.packing import hidden_states
 
 # What the heads of transformers, OpenRLHF, and TRL or DeepSpeed-Chat are called in their checkpoints.
 HEAD_NAMES = ("score", "value_head", "v_head")
@@ -58,17 +59,20 @@ class RewardModel(nn.Module):
     """A Hugging Face sequence classifier with one label, as a reward model: one score a sequence.
 
     Sequences are right-padded and no attention mask is passed, as in ValueModel. The score is read at the last real
-    token, whatever its id: transformers' own forward reads before an EOS that is the pad token too.
+    token, whatever its id: transformers' own forward reads before an EOS that is the pad token too. `packs`: sequences
+    go through the backbone without padding, as one row.
     """
 
-    def __init__(self, model: Any, *, has_new_head: bool = False):
+    def __init__(self, model: Any, *, has_new_head: bool = False, packs: bool = False):
         super().__init__()
         self.model = model
         self.has_new_head = has_new_head
+        self.packs = packs
 
     def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
         """Scores (B,) fp32. sequences: (B, S) int64, right-padded. lengths: (B,) int64, real tokens, at least 1."""
-        hidden = self.model.base_model(input_ids=sequences, use_cache=False).last_hidden_state
+        is_packed = self.packs and len(lengths) > 0
+        hidden = hidden_states(self.model.base_model, sequences, lengths if is_packed else None)
         last = hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
         return getattr(self.model, HF_HEAD)(last)[:, 0]
 
