@@ -118,7 +118,13 @@ def test_nobody_asks_whether_it_is_the_main_rank_but_those_that_write():
         if any(isinstance(n, ast.Attribute) and n.attr == "is_main" for n in ast.walk(ast.parse(path.read_text())))
     }
     # the trainer tells the tracker and the libraries' loggers which rank writes
-    assert callers <= {"distributed/comm.py", "tracking.py", "trainer/checkpoint.py", "trainer/ppo_trainer.py"}
+    assert callers <= {
+        "distributed/comm.py",
+        "tracking.py",
+        "trainer/checkpoint.py",
+        "trainer/export.py",
+        "trainer/ppo_trainer.py",
+    }
 
 
 def test_importing_the_package_is_light():

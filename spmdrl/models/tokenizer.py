@@ -1,6 +1,7 @@
 """Loading the tokenizer, and the one way of turning text into token ids."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -53,6 +54,24 @@ def _ensure_pad_token(tokenizer: Any, flag: str, pretrain: str) -> None:
         raise UserError(f"{flag} {pretrain}: the tokenizer has neither a pad nor an eos token; set one in its files")
     tokenizer.pad_token = tokenizer.eos_token
     logger.warning("The tokenizer of %s has no pad token: padding with eos (%s)", pretrain, tokenizer.eos_token)
+
+
+def pad_token_apart_from(tokenizer: Any, end_ids: Sequence[int]) -> int | None:
+    """Give `tokenizer` a pad token that ends no response, if it has a special token to spare; its id, None without.
+
+    transformers' classifiers read the score at the last token that is no padding: where pad is eos, before the eos.
+    """
+    if tokenizer.pad_token_id not in end_ids:
+        return tokenizer.pad_token_id
+    used = {*end_ids, tokenizer.bos_token_id}
+    template = tokenizer.chat_template or ""
+    special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    spare = [content for index, content in special.items() if index not in used and content not in template]
+    if not spare:
+        return None  # then a classifier takes one text at a time, and reads at its last token
+    likely = [content for content in spare if "pad" in content or "unk" in content or "endoftext" in content]
+    tokenizer.pad_token = (likely or spare)[0]
+    return tokenizer.pad_token_id
 
 
 def read_chat_template(value: str) -> str:

@@ -1,0 +1,188 @@
+"""SFT, reward models, DPO, KTO and distillation: the loop that every rank runs."""
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.config import DeepSpeedConfig, save_config, to_flat_dict
+from spmdrl.config.supervised import SupervisedConfig
+from spmdrl.data.sampler import PromptSampler, SamplerNames
+from spmdrl.data.supervised import SupervisedSet, build_set, load_eval_rows, load_train_rows, make_shape
+from spmdrl.distributed import comm, guard
+from spmdrl.distributed.strategy import Strategy, compute_dtype
+from spmdrl.experience import Sample
+from spmdrl.models.loading import checkpoint_eos_token_ids
+from spmdrl.models.tokenizer import load_tokenizer, pad_token_apart_from
+from spmdrl.quiet import quiet_libraries
+from spmdrl.tracking import Tracker
+from spmdrl.trainer.build import seed_everything
+from spmdrl.trainer.checkpoint import hf_config_to_save, save_hf
+from spmdrl.trainer.objectives import Objective, Setting, row_chunks
+from spmdrl.trainer.update import Metrics, add_metrics, optimizer_step
+
+NAMES = SamplerNames(rows="rows", batch="--train_batch_size", episodes="--max_epochs")
+
+
+class SupervisedTrainer:
+    """Trains one model on rows; the same statements run on every rank."""
+
+    def __init__(self, config: SupervisedConfig, objective: Objective):
+        self.config, self.objective = config, objective
+        optim = config.optim
+        seed_everything(config.seed, config.full_determinism)
+        self.tokenizer = load_tokenizer(config.model)
+        self.end_ids = checkpoint_eos_token_ids(config.model, self.tokenizer)
+        self.train_set, self.eval_set = self._load_sets()
+        self.sampler = PromptSampler(
+            len(self.train_set),
+            optim.train_batch_size,
+            seed=config.seed,
+            num_episodes=optim.max_epochs,
+            keeps_rest=True,
+            names=NAMES,
+        )
+        self.total_steps = len(self.sampler)
+        self.warmup_steps = math.ceil(self.total_steps * optim.lr_warmup_ratio)
+        every = config.eval.eval_steps
+        self.eval_every = self.sampler.steps_per_episode if every == -1 else every
+        for line in self._description():
+            comm.say(line)
+        self.tracker = Tracker(
+            config.tracking,
+            save_path=config.checkpoint.save_path,
+            run_config=to_flat_dict(config),
+            is_main=comm.is_main(),
+            total_steps=self.total_steps,
+            program=config.program,
+        )
+        self.dtype = compute_dtype(config.model.bf16)
+        offload = bool(to_flat_dict(config).get("teacher_offload"))
+        deepspeed = DeepSpeedConfig(**asdict(config.deepspeed), ref_reward_offload=offload)
+        self.strategy = Strategy(deepspeed, optim, dtype=self.dtype)
+        sets = [rows for rows in (self.train_set, self.eval_set) if rows is not None]
+        setting = Setting(self.strategy, sets, num_tokens=len(self.tokenizer), phase=self.phase)
+        objective.prepare(setting)
+        self.engine = self.strategy.trainable(
+            objective.load_model(setting),
+            learning_rate=optim.learning_rate,
+            total_steps=self.total_steps,
+            warmup_steps=self.warmup_steps,
+        )
+        self.step = 0  # optimizer steps taken
+        self.eval_metrics: dict[str, float] = {}  # of the last evaluation
+        if comm.is_main():
+            save_config(config, Path(config.checkpoint.save_path, "config.yaml"))
+
+    def _load_sets(self) -> tuple[SupervisedSet, SupervisedSet | None]:
+        data, objective = self.config.data, self.objective
+        render = objective.renderer(make_shape(data, self.tokenizer, self.end_ids))
+        train, held_out = (
+            None
+            if rows is None
+            else build_set(rows, render, data, self.tokenizer, group_size=objective.group_size, end_ids=self.end_ids)
+            for rows in (load_train_rows(data, seed=self.config.seed), load_eval_rows(data, seed=self.config.seed))
+        )
+        assert train is not None
+        return train, held_out
+
+    def _description(self) -> list[str]:
+        optim = self.config.optim
+        held_out = self.eval_set.describe() if self.eval_set else "none, give --eval_dataset to evaluate"
+        rest = f", {len(self.train_set) % optim.train_batch_size or optim.train_batch_size} in an epoch's last"
+        return [
+            f"training: {self.train_set.describe()}",
+            f"held out: {held_out}",
+            f"run: {self.total_steps} steps of {optim.train_batch_size} rows{rest}, {optim.max_epochs} epochs of "
+            f"{self.sampler.steps_per_episode}, over {comm.world_size()} rank{'s' * (comm.world_size() > 1)}",
+            f"learning rate: up to {optim.learning_rate:g} in {self.warmup_steps} steps, then {optim.lr_scheduler} "
+            f"over the other {self.total_steps - self.warmup_steps}",
+        ]
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+    def fit(self) -> None:
+        for rows in self.sampler:
+            samples = self.train_set.samples(rows)  # all ranks', of which each takes its micro-batches
+            metrics = self.train(samples)
+            self.step += 1
+            self.tracker.log(metrics, self.step)
+            if self.eval_set is not None and (self.step % self.eval_every == 0 or self.step == self.total_steps):
+                self.evaluate(self.eval_set)
+        self.save()
+        self.tracker.close()
+
+    def train(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """One optimizer step; its metrics over all ranks."""
+        with self.phase("train") as progress:
+            parts = self.objective.parts(self.engine, samples)
+            size = self.config.optim.micro_train_batch_size
+            report = optimizer_step(self.strategy, self.engine, parts, micro_batch_size=size, role="train")
+        grad_norm = report.pop("grad_norm")
+        metrics = self._over_ranks({name: torch.tensor(value) for name, value in report.items()}, "train")
+        num_tokens = sum(s.num_tokens for s in samples)
+        metrics |= {"train/grad_norm": grad_norm, "train/lr": self.engine.get_lr()[0]}
+        return metrics | {"perf/train_tokens_per_s": num_tokens / max(progress.seconds, 1e-9)}
+
+    def evaluate(self, rows: SupervisedSet) -> None:
+        """Log the metrics of all held-out rows, as if they were one step."""
+        counts, totals = self.objective.counts(rows), dict[str, torch.Tensor]()
+        self.engine.eval()
+        with self.phase("evaluate", len(rows)) as progress, torch.no_grad():
+            for samples in row_chunks(rows, self.config.optim.train_batch_size):
+                for part in self.objective.parts(self.engine, samples):
+                    for exp in part.micro_batches(self.config.optim.micro_train_batch_size):
+                        add_metrics(totals, part.loss(self.engine, exp, counts)[1])
+                progress.update(len(samples) // rows.group_size)
+        self.engine.train()
+        self.eval_metrics = self._over_ranks(totals, "eval")
+        self.tracker.log(self.eval_metrics, self.step)
+
+    def _over_ranks(self, metrics: Metrics, prefix: str) -> dict[str, float]:
+        """Sums over ranks of metrics that are divided by counts of all ranks, under their logged names."""
+        names = sorted(metrics)
+        values = torch.stack([metrics[name].detach().cpu().double() for name in names])
+        totals = comm.all_reduce_sum(values).tolist()
+        plain = {name.removeprefix("step/"): total for name, total in zip(names, totals, strict=True)}
+        return {f"{prefix}/{name}": value for name, value in self.objective.summary(plain).items()}
+
+    def save(self) -> None:
+        model, objective = self.config.model, self.objective
+        with self.phase("save"):
+            labels = {} if objective.num_labels is None else {"num_labels": objective.num_labels}
+            own = hf_config_to_save(str(model.pretrain), model, dtype=self.dtype, **labels)
+            tokenizer = self.tokenizer
+            if objective.num_labels is not None:
+                tokenizer = copy.deepcopy(tokenizer)
+                own.get_text_config().pad_token_id = pad_token_apart_from(tokenizer, self.end_ids)
+                for name, value in self._reward_statistics().items():
+                    setattr(own, name, value)
+            prefix = objective.value_head_prefix
+            folder = self.config.checkpoint.save_path
+            save_hf(self.engine, tokenizer, folder, hf_config=own, value_head_prefix=prefix)
+
+    def _reward_statistics(self) -> dict[str, float]:
+        """Mean and standard deviation of the held-out scores, under OpenRLHF's names in a config."""
+        names = {"mean": "eval/reward_mean", "std": "eval/reward_std"}
+        return {name: self.eval_metrics[metric] for name, metric in names.items() if metric in self.eval_metrics}
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Any]:
+        """Progress, timing, and the name that an error reports."""
+        guard.set_phase(name)
+        with self.tracker.phase(name, total) as progress:
+            yield progress
+
+
+def main(config: SupervisedConfig, objective: Objective) -> None:
+    """What the supervised programs of cli/ run on every rank."""
+
+    def program() -> None:
+        quiet_libraries(is_main=comm.is_main())
+        SupervisedTrainer(config, objective).fit()
+
+    guard.run(program, config.deepspeed.local_rank)
