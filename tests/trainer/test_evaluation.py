@@ -67,7 +67,7 @@ def test_training_is_the_same_with_and_without_evaluation(tmp_path, one_rank):
     assert [row["step"] for row in evaluated.metrics if row.get("time/eval_s", 0) > 0] == [1, 2]
     assert all(row["eval/num_prompts"] == 3 for row in eval_rows(evaluated).values())
     rows = read_jsonl(tmp_path / "evaluated" / "eval_samples.jsonl")
-    assert [(row["step"], row["prompt"]) for row in rows[:6]] == [(0, f"{w}?") for w in ("x", "yyy", "zz") for _ in "ab"]
+    assert [row["prompt"] for row in rows[:6]] == [f"{word}?" for word in ("x", "yyy", "zz") for _ in range(2)]
     assert rows[0]["response"] != rows[1]["response"]
     assert math.fsum(row["reward"] for row in rows[:6]) / 6 == pytest.approx(evaluated.metrics[0]["eval/reward"])
 
