@@ -75,11 +75,13 @@ def _listen(heard: socket.socket, stop_now: Callable[[str, int], NoReturn]) -> N
 
 
 def _give_back() -> None:
-    """A forked child is nobody's rank: a signal ends it."""
-    with suppress(ValueError):  # forked off another thread of an embedded interpreter
+    """A forked child is a helper and no rank: SIGTERM and SIGINT end it, and the notice is not for it. Slurm sends it
+    to all processes of a step."""
+    with suppress(ValueError):  # not the main thread, so that there are no handlers
         signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def ignore() -> None:
@@ -116,9 +118,10 @@ def requested() -> bool:
 
 
 def safe_point() -> None:
-    """Raise Preempted on every rank if there is a request on any. A collective."""
+    """Raise Preempted on every rank if there is a request on any. A collective, and a sign of progress."""
     global _has_safe_points
     _has_safe_points = True
+    whereabouts.beat()
     if comm.any_rank(requested()):
         _asked.wait(1.0)  # the reason is on its way
         raise Preempted(_reason or "asked by a peer", whereabouts.where())

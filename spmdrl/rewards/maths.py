@@ -91,7 +91,8 @@ def serve(requests: IO[str], replies: IO[str], timeout_s: float) -> None:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its own time limits are off
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    for number in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and a notice of a time limit are the parent's
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     for line in requests:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)

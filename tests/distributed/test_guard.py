@@ -1,6 +1,5 @@
 """Invariant 8: one rank fails, however it fails, and all ranks stop within seconds, the reason said once."""
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -10,56 +9,9 @@ import time
 import pytest
 
 from spmdrl.launch import free_port
+from tests.guarded import run_guarded, until
 
 LIMIT_S = 15.0  # from the failure to the end of the last rank
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "spmdrl.distributed.guard"])
-
-
-class Ended:
-    def __init__(self, codes, errors, seconds):
-        self.codes, self.errors, self.seconds = codes, errors, seconds
-
-
-def rank_process(rank, world_size, port, folder, program, failing):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port), OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
-    with open(folder / f"rank{rank}.err", "w") as file:
-        os.dup2(file.fileno(), 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
-    import torch
-
-    from spmdrl.distributed import guard
-
-    torch.set_num_threads(1)
-    guard.run(lambda: program(rank, failing))
-
-
-def run_guarded(folder, program, *, failing=1, world_size=3):
-    """How every rank of `program` ended. No launcher: nobody but the ranks themselves can stop the others."""
-    port = free_port()
-    ranks = [
-        CONTEXT.Process(target=rank_process, args=(rank, world_size, port, folder, program, failing), daemon=False)
-        for rank in range(world_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        deadline = time.monotonic() + 60
-        for rank in ranks:
-            rank.join(max(deadline - time.monotonic(), 0.1))
-            assert rank.exitcode is not None, f"{rank.name} hangs: {errors_of(folder, world_size)}"
-        end = time.time()
-    finally:
-        for rank in ranks:
-            rank.kill()
-    failed_at = folder / "failed_at"
-    seconds = end - float(failed_at.read_text()) if failed_at.exists() else 0.0
-    return Ended([rank.exitcode for rank in ranks], errors_of(folder, world_size), seconds)
-
-
-def errors_of(folder, world_size):
-    return [(folder / f"rank{rank}.err").read_text() for rank in range(world_size)]
 
 
 # ---- programs: what each rank runs ----------------------------------------------------------------------------------
@@ -229,8 +181,8 @@ def test_the_same_error_on_all_ranks_has_its_traceback_once(tmp_path, fail, code
 def test_an_interrupted_rank_ends_all(tmp_path):
     ended = run_guarded(tmp_path, Program(tmp_path, interrupt_itself))
     assert ended.codes == [130, 130, 130]
-    assert ended.errors[1] == "[rank 1] interrupted in reward\n"
-    assert ended.errors[0] == "[rank 0] stopped in train: rank 1 interrupted in reward\n"
+    assert ended.errors[1] == "[rank 1] stopped by SIGINT in reward\n"
+    assert ended.errors[0] == "[rank 0] stopped in train: rank 1 stopped by SIGINT in reward\n"
 
 
 @pytest.mark.slow
@@ -292,13 +244,6 @@ def connected(monkeypatch, world_size, stranger=None):
         thread.join(10)
         assert not thread.is_alive()
     return peers, told
-
-
-def until(condition):
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "not within 5 s"
-        time.sleep(0.01)
 
 
 def test_only_one_of_several_failures_is_the_first_and_all_others_hear_of_it(monkeypatch):
