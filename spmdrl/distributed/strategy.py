@@ -58,7 +58,7 @@ class Strategy:
             model=model, optimizer=optimizer, lr_scheduler=scheduler, config=self._ds_config(trainable=True)
         )
         engine.step_gate = install_gate(engine, self.optim.max_norm)
-        engine.train()
+        engine.eval()
         return engine
 
     def frozen(self, model: nn.Module) -> nn.Module:
@@ -118,6 +118,15 @@ class Strategy:
         return config
 
     # ---- training -----------------------------------------------------------------------------------------------
+    @contextmanager
+    def training(self, engine: Any) -> Iterator[None]:
+        """Dropout and gradient checkpointing are on for the time of the block; scoring goes without."""
+        engine.train()
+        try:
+            yield
+        finally:
+            engine.eval()
+
     def backward(self, engine: Any, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`, this rank's share of a sum over all ranks.
 

@@ -73,12 +73,13 @@ def optimizer_step(
     `max_tokens` is the constant length of the aggregation that has one; `role` is for messages.
     """
     totals: Metrics = {}
-    for part in parts:
-        counts = part.counts(max_tokens)
-        for exp in part.micro_batches(micro_batch_size):
-            loss, metrics = part.loss(engine, exp, counts)
-            strategy.backward(engine, loss)
-            add_metrics(totals, metrics | {"": loss.detach()})
+    with strategy.training(engine):
+        for part in parts:
+            counts = part.counts(max_tokens)
+            for exp in part.micro_batches(micro_batch_size):
+                loss, metrics = part.loss(engine, exp, counts)
+                strategy.backward(engine, loss)
+                add_metrics(totals, metrics | {"": loss.detach()})
     guard = guard or Guardrails(AnomalyConfig())
     loss = float(comm.all_reduce_sum(totals.pop("").cpu().double()))
     grad_norm = strategy.step(engine, lambda norm: guard.takes_step(role, loss, norm))
