@@ -1,6 +1,7 @@
 """Critic and reward model: a causal backbone with a scalar head; one value a step, or one score a sequence, out."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,17 @@ class RewardModel(nn.Module):
 
     @property
     def normalization(self) -> tuple[float, float] | None:
-        """Mean and standard deviation of its scores that training left in the config, None where it left none."""
+        """Mean and standard deviation of its scores that training left in the config, None where it left none.
+
+        Raises UserError for a standard deviation that nothing can be divided by.
+        """
         mean, std = getattr(self.model.config, "mean", None), getattr(self.model.config, "std", None)
         if mean is None or std is None:
             return None
+        if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+            raise UserError(
+                f"--normalize_reward: the config of {self.model.config.name_or_path} has mean {mean} and std {std}"
+            )
         return float(mean), float(std)
 
 

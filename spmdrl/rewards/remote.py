@@ -117,8 +117,8 @@ class RemoteReward:
                 wait = max(fault.wait_s, min(MAX_WAIT_S, 2.0 ** (tries - 2)) * _jitter())
                 left = deadline - loop.time()
                 if tries >= fault.max_tries or wait >= left:
-                    within = "" if tries >= fault.max_tries else f" and --remote_rm_timeout {self.timeout_s:g} s"
-                    raise RewardError(f"reward server {server.url}: {fault}, after {tries} tries{within}") from None
+                    within = "" if tries >= fault.max_tries else f", within --remote_rm_timeout {self.timeout_s:g} s"
+                    raise RewardError(f"reward server {server.url}: {fault}, tried {tries} times{within}") from None
                 logger.warning("Reward server %s: %s; trying again in %.1f s", server.url, fault, wait)
             await asyncio.sleep(wait)
 

@@ -65,7 +65,11 @@ def test_a_column_called_like_an_argument_does_not_replace_it(load):
     function = load(
         "def reward_func(queries, prompts, labels, **kw):\n    assert not kw, kw\n    return [len(p) for p in prompts]"
     )
-    assert function(RewardBatch(QUERIES, PROMPTS, LABELS, {"prompts": [0, 0, 0]}, IDS)).rewards.tolist() == [3.0, 3.0, 3.0]
+    assert function(RewardBatch(QUERIES, PROMPTS, LABELS, {"prompts": [0, 0, 0]}, IDS)).rewards.tolist() == [
+        3.0,
+        3.0,
+        3.0,
+    ]
 
 
 def test_parameter_names_of_the_three_are_free_and_defaults_stand_in_for_absent_columns(load):

@@ -1,0 +1,276 @@
+"""Rewards over HTTP, from servers that are slow, down, wrong or restless: a reward comes from a server or not at all."""
+
+import datetime
+import time
+
+import pytest
+
+from spmdrl.config import PPOConfig
+from spmdrl.config.parse import read_config
+from spmdrl.errors import UserError
+from spmdrl.rewards import remote
+from spmdrl.rewards.remote import RemoteReward, is_local
+from spmdrl.rewards.source import RewardBatch, RewardError
+from tests.rewards.servers import RewardServer, first, lengths, nobody, send
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    """A hundredth of a second between tries."""
+    monkeypatch.setattr(remote, "MAX_WAIT_S", 0.01)
+
+
+def batch_of(*queries, labels=None, endings=()):
+    ids = [f"row {i + 1}, sample 0" for i in range(len(queries))]
+    return RewardBatch(queries, ["p"] * len(queries), labels or [None] * len(queries), {}, ids, endings=endings)
+
+
+THREE = batch_of("pa", "pbc", "pdef")
+
+
+def ask(*urls, batch=THREE, timeout_s=10.0, batch_size=8):
+    return RemoteReward(urls, timeout_s=timeout_s, batch_size=batch_size)(batch)
+
+
+def refusal(*urls, **options):
+    with pytest.raises(RewardError) as error:
+        ask(*urls, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---- what is sent, and what comes back ------------------------------------------------------------------------------
+def test_queries_go_with_the_eos_that_ended_them_and_one_request_has_the_whole_batch():
+    with RewardServer(lengths) as server:
+        output = ask(server.url, batch=batch_of("pa", "pbc", labels=[{"n": 1}, None], endings=["<e>", ""]))
+    assert output.rewards.tolist() == [5, 3]
+    assert output.scores is None and output.extra_logs == {}
+    assert server.bodies == [{"query": ["pa<e>", "pbc"], "prompts": ["p", "p"], "labels": [{"n": 1}, None]}]
+
+
+def test_scores_and_logs_come_along_and_other_keys_are_left():
+    answer = {"rewards": [1, 2, 3], "scores": [[0], [1], [1]], "extra_logs": {"x": [4, 5, 6]}, "time": "now"}
+    with RewardServer(first(answer)) as server:
+        output = ask(server.url)
+    assert output.scores is not None and output.scores.tolist() == [0, 1, 1]
+    assert output.extra_logs["x"].tolist() == [4, 5, 6]
+
+
+def test_batches_are_dealt_to_the_servers_in_turn_and_put_together_in_order():
+    with RewardServer(lengths) as a, RewardServer(lengths) as b:
+        output = ask(a.url, b.url, batch=batch_of("p", "pp", "ppp", "pppp", "ppppp"), batch_size=2)
+    assert output.rewards.tolist() == [1, 2, 3, 4, 5]
+    assert sorted(len(body["query"]) for body in a.bodies) == [1, 2]
+    assert [body["query"] for body in b.bodies] == [["ppp", "pppp"]]
+
+
+def test_a_server_has_at_most_so_many_requests_at_a_time():
+    def slow(server, body, handler):
+        time.sleep(0.05)
+        return lengths(server, body, handler)
+
+    with RewardServer(slow) as server:
+        ask(server.url, batch=batch_of(*["p"] * 12), batch_size=1)
+    assert server.num_requests == 12
+    assert 1 < server.most_at_a_time <= remote.IN_FLIGHT
+
+
+def test_no_samples_is_no_request():
+    with nobody() as url:
+        assert ask(url, batch=batch_of()).rewards.shape == (0,)
+
+
+def test_a_token_goes_along_and_is_in_no_message(monkeypatch):
+    monkeypatch.setenv(remote.TOKEN_VARIABLE, "s3cret")
+    with RewardServer(first((401, '{"error": "no"}'))) as server:
+        message = refusal(server.url)
+        ask(server.url)
+    assert [h["Authorization"] for h in server.headers] == ["Bearer s3cret"] * 2
+    assert "s3cret" not in message
+    assert remote.TOKEN_VARIABLE in message
+
+
+# ---- what passes ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_faults_that_pass_are_tried_again(status):
+    with RewardServer(first((status, "busy"), (status, "busy"))) as server:
+        assert ask(server.url).rewards.tolist() == [2, 3, 4]
+    assert server.num_requests == 3
+
+
+def test_a_connection_that_breaks_is_tried_again():
+    def answer(server, body, handler):
+        if server.num_requests == 1:
+            handler.close_connection = True
+            handler.connection.shutdown(2)
+            return None
+        return lengths(server, body, handler)
+
+    with RewardServer(answer) as server:
+        assert ask(server.url).rewards.tolist() == [2, 3, 4]
+
+
+def test_another_server_is_tried_where_one_is_down():
+    with nobody() as down, RewardServer(lengths) as server:
+        assert ask(down, server.url, batch_size=1).rewards.tolist() == [2, 3, 4]
+    assert server.num_requests == 3
+
+
+def test_the_wait_that_a_server_asks_for_is_kept():
+    def answer(server, body, handler):
+        if server.num_requests == 1:
+            send(handler, 503, "starting", Retry_After="1")
+            return None
+        return lengths(server, body, handler)
+
+    start = time.monotonic()
+    with RewardServer(answer) as server:
+        ask(server.url)
+    assert time.monotonic() - start >= 1
+
+
+# ---- what stays -----------------------------------------------------------------------------------------------------
+def test_a_server_that_stays_down_ends_in_an_error():
+    with nobody() as url:
+        message = refusal(url)
+    assert message.startswith(f"reward server {url}: ConnectError (")
+    assert message.endswith(f", tried {remote.MAX_TRIES} times")
+
+
+def test_an_error_of_the_server_is_not_tried_for_ever():
+    with RewardServer(lambda *_: (500, "out of memory")) as server:
+        message = refusal(server.url)
+    assert server.num_requests == remote.MAX_TRIES_500
+    assert "HTTP 500 Internal Server Error (out of memory), tried 4 times" in message
+
+
+@pytest.mark.parametrize("dribbles", [False, True])
+def test_a_server_that_hangs_ends_in_time(dribbles):
+    """Silent, or with a byte every so often."""
+
+    def hang(server, body, handler):
+        if dribbles:
+            handler.send_response(200)
+            handler.send_header("Content-Length", "1000")
+            handler.end_headers()
+        for _ in range(60):
+            time.sleep(0.05)
+            if dribbles:
+                handler.wfile.write(b" ")
+        return None
+
+    start = time.monotonic()
+    with RewardServer(hang) as server:
+        message = refusal(server.url, timeout_s=0.4, batch_size=1)
+        assert time.monotonic() - start < 2.5
+    assert message == f"reward server {server.url}: no answer within --remote_rm_timeout 0.4 s"
+
+
+def test_tries_end_with_the_time_too():
+    start = time.monotonic()
+    with RewardServer(lambda s, b, handler: send(handler, 503, "later", Retry_After="30")) as server:
+        message = refusal(server.url, timeout_s=5)
+    assert time.monotonic() - start < 2
+    assert message.endswith("HTTP 503 Service Unavailable (later), tried 1 times, within --remote_rm_timeout 5 s")
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"rewards": [1.0, 2.0]}, "returned 2 numbers for 3 samples"),
+        ({"rewards": 0.5}, "returned 0.5 (float) for 3 samples; return 3 numbers"),
+        ({"rewards": [0.5]}, "returned 1 numbers for 3 samples"),
+        ({"rewards": [1.0, float("nan"), 2.0]}, "returned nan for row 2, sample 0, not a finite fp32 number"),
+        ({"rewards": [1.0, 2.0, float("inf")]}, "returned inf for row 3, sample 0, not a finite fp32 number"),
+        ({"rewards": ["1", 2, 3]}, "returned '1' for row 1, sample 0, not a number"),
+        ({"rewards": [None, 2, 3]}, "returned None for row 1, sample 0, not a number"),
+        ({"rewards": None}, "returned None (NoneType) for 3 samples"),
+        ({"reward": [1, 2, 3]}, "answered without 'rewards' ({\"reward\": [1, 2, 3]}); expected"),
+        ([1, 2, 3], "answered without 'rewards' ([1, 2, 3]); expected"),
+        ({"rewards": [1, 2, 3], "scores": [1]}, "'scores' returned 1 numbers for 3 samples"),
+        ((200, "<html>welcome"), "answered no JSON (<html>welcome); expected"),
+        ((200, ""), "answered no JSON; expected"),
+        ((404, "not here"), "HTTP 404 Not Found (not here); expected"),
+        ((400, '{"error": "no query"}'), 'HTTP 400 Bad Request ({"error": "no query"}); expected'),
+        ((302, ""), "HTTP 302 Found, to nowhere: give that as --remote_rm_url"),
+    ],
+)
+def test_any_other_answer_is_an_error_at_once(answer, reason):
+    with RewardServer(lambda *_: answer) as server:
+        message = refusal(server.url)
+    assert server.num_requests == 1
+    assert message.startswith(f"reward server {server.url}")
+    assert reason in message
+
+
+def test_a_redirect_is_not_followed():
+    with RewardServer(lengths) as elsewhere:
+        with RewardServer(lambda s, b, handler: send(handler, 307, "", Location=elsewhere.url)) as server:
+            assert f"HTTP 307 Temporary Redirect, to {elsewhere.url}: give that" in refusal(server.url)
+        assert elsewhere.num_requests == 0
+
+
+def test_an_endless_answer_is_cut_off(monkeypatch):
+    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 100)
+    with RewardServer(lambda *_: (200, " " * 200)) as server:
+        assert "answered more than 100 bytes" in refusal(server.url)
+
+
+def test_batches_with_different_logs_are_an_error():
+    with RewardServer(first({"rewards": [1], "extra_logs": {"x": [1]}})) as server:
+        assert "'extra_logs' of some batches and not of others" in refusal(server.url, batch_size=1)
+
+
+def test_labels_that_are_no_json_are_an_error():
+    with nobody() as url:
+        message = refusal(url, batch=batch_of("pa", labels=[datetime.date(2026, 1, 1)]))
+    assert message.startswith("--remote_rm_url: labels of row 1, sample 0 to row 1, sample 0 are no JSON: ")
+
+
+# ---- proxies --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
+def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(monkeypatch, name):
+    with nobody() as proxy, RewardServer(lengths) as server:
+        monkeypatch.setenv(name, proxy.removesuffix("/get_reward"))
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert ask(server.url).rewards.tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("10.1.2.3", True), ("192.168.0.7", True)]
+    + [("8.8.8.8", False), ("2606:4700::1111", False), ("node-that-nobody-knows", True)],
+)
+def test_hosts_that_are_reached_without_a_proxy(host, local):
+    assert is_local(host) == local
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--remote_rm_url ftp://host/x", "--remote_rm_url ftp://host/x: a reward server is http://host:port/path"),
+        ("--remote_rm_url http:///x", "--remote_rm_url http:///x: a reward server is http://host:port/path"),
+        ("--remote_rm_url http://a/x,reward.py", "either servers or one Python file"),
+        ("--remote_rm_timeout 5", "--remote_rm_timeout changes nothing without a server in --remote_rm_url"),
+        ("--remote_rm_url http://a/x --remote_rm_timeout 0", "--remote_rm_timeout must be above 0, got 0.0"),
+    ],
+)
+def test_servers_that_cannot_be_meant_are_refused(flags, message):
+    with pytest.raises(UserError) as error:
+        read_config(PPOConfig, flags.split())
+    assert message in str(error.value)
+
+
+def test_a_password_in_the_address_is_refused_without_showing_it():
+    with pytest.raises(UserError) as error:
+        read_config(PPOConfig, ["--remote_rm_url", "http://me:s3cret@host/x"])
+    assert "s3cret" not in str(error.value)
+    assert remote.TOKEN_VARIABLE in str(error.value)
+
+
+def test_several_servers_are_one_source():
+    config = read_config(PPOConfig, ["--remote_rm_url", "http://a/x, http://b/x", "--reward_weights", "2"])
+    assert config.reward.servers == ("http://a/x", "http://b/x")
+    assert config.reward.num_sources == 1
