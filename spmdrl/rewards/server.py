@@ -109,9 +109,9 @@ def make_app(
 
 
 def answer_error(request: Request, error: Exception) -> JSONResponse:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    text = error.detail if isinstance(error, HTTPException) else f"{type(error).__name__}: {error}"
-    return JSONResponse({"error": text}, status, headers=getattr(error, "headers", None))
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)
+    return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
 
 
 def check_token(request: Request, token: str | None) -> None:
