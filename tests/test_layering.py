@@ -124,6 +124,7 @@ def test_nobody_asks_whether_it_is_the_main_rank_but_those_that_write():
         "trainer/checkpoint.py",
         "trainer/export.py",
         "trainer/ppo_trainer.py",
+        "trainer/supervised_trainer.py",
     }
 
 

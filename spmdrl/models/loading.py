@@ -26,19 +26,19 @@ def attention_kernel(wanted: str) -> str:
     return wanted
 
 
-def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, **options: Any) -> Any:
-    """The causal LM of `--pretrain` in `dtype`; `options` are of `from_pretrained`.
+def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, flag: str = "--pretrain", **options: Any) -> Any:
+    """The causal LM of `config.pretrain`, which `flag` named, in `dtype`; `options` are of `from_pretrained`.
 
     Raises UserError for a folder that is missing, damaged or not a causal LM.
     """
     from transformers import AutoModelForCausalLM
 
     name = config.pretrain
-    with reading(f"--pretrain {name}", "a causal LM"):
+    with reading(f"{flag} {name}", "a causal LM"):
         hf_config = read_hf_config(name, config)
         for attribute, meaning in UNSUPPORTED_HEADS.items():
             if getattr(hf_config, attribute, None):
-                raise UserError(f"--pretrain {name}: models with {meaning} ({attribute}) are not supported yet")
+                raise UserError(f"{flag} {name}: models with {meaning} ({attribute}) are not supported yet")
         return AutoModelForCausalLM.from_pretrained(name, **loading_options(hf_config, config, dtype), **options)
 
 

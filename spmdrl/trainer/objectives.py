@@ -112,7 +112,7 @@ def row_chunks(rows: SupervisedSet, size: int) -> Iterator[list[Sample]]:
         yield rows.samples(range(start, min(start + size, len(rows))))
 
 
-def free(*_: Any) -> None:
+def free_memory() -> None:
     """Give back the memory of models that nothing refers to any more."""
     import gc
 

@@ -22,7 +22,7 @@ from spmdrl.models.tokenizer import load_tokenizer, pad_token_apart_from
 from spmdrl.quiet import quiet_libraries
 from spmdrl.tracking import Tracker
 from spmdrl.trainer.build import seed_everything
-from spmdrl.trainer.checkpoint import hf_config_to_save, save_hf
+from spmdrl.trainer.export import hf_config_to_save, save_hf
 from spmdrl.trainer.objectives import Objective, Setting, row_chunks
 from spmdrl.trainer.update import Metrics, add_metrics, optimizer_step
 
