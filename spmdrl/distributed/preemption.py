@@ -129,10 +129,10 @@ def safe_point() -> None:
 
 @contextmanager
 def excused() -> Iterator[None]:
-    """Before a safe point, around code with helper processes: signals sent to a whole group end those too, and their
-    absence is then no error of the run."""
+    """Before a safe point, around code that may have helper processes: launchers send signals to all processes of a
+    rank, and an error because helpers have ended is then none of the run's."""
     try:
         yield
     except Exception:
-        if not _asked.wait(0.5):  # the thread that hears of signals may be a moment behind
+        if not _asked.wait(0.5 if _tell else 0.0):  # the thread that hears of signals may be a moment behind
             raise

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdrl.distributed import preemption
 from spmdrl.errors import UserError
 from spmdrl.rewards.source import NOTHING, RewardBatch, RewardError, RewardOutput
 
@@ -61,9 +62,14 @@ class RewardFunction:
             )
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
-        """Rewards of B samples."""
+        """Rewards of B samples; none where the function fails as the run is asked to stop, see preemption.excused."""
         if not batch.queries:
             return NOTHING
+        with preemption.excused():
+            return self._ask(batch)
+        return RewardOutput(torch.zeros(len(batch)))
+
+    def _ask(self, batch: RewardBatch) -> RewardOutput:
         self.check_columns(list(batch.columns))
         positional = [batch.queries, batch.prompts, batch.labels]
         arguments = positional, {k: v for k, v in batch.columns.items() if self._accepts(k)}

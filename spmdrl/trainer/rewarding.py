@@ -11,7 +11,7 @@ from spmdrl.algos.losses import bind
 from spmdrl.algos.shaping import RunningMoments, group_is_informative, overlong_penalty, stop_properly_penalty
 from spmdrl.config import PPOConfig
 from spmdrl.data.prompts import Prompt
-from spmdrl.distributed import comm
+from spmdrl.distributed import comm, preemption
 from spmdrl.experience import Sample
 from spmdrl.rewards.source import RewardBatch, RewardSource
 
@@ -47,6 +47,7 @@ class Rewarder:
                 sequences=[s.sequence for s in samples],
             )
         )
+        preemption.safe_point()  # beyond it no function's helpers were ended by a signal
         for i, sample in enumerate(samples):
             sample.rewards = float(output.rewards[i])
             sample.score = float(output.scores[i]) if output.scores is not None else sample.rewards

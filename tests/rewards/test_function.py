@@ -1,6 +1,7 @@
 """The contract of reward functions: what they get, what they may return, and how they fail."""
 
 import textwrap
+import threading
 import traceback
 
 import pytest
@@ -280,3 +281,16 @@ def test_a_file_beside_it_does_not_hide_an_installed_module_later(load, tmp_path
         "def reward_func(q, p, l):\n    import colorsys\n    return [colorsys.rgb_to_yiq(1, 1, 1)[0]] * len(q)"
     )
     assert rewards_of(function) == [1.0, 1.0, 1.0]
+
+
+def test_a_failure_as_the_run_is_asked_to_stop_is_none(load, monkeypatch):
+    """The signal has ended the function's helper processes too. A safe point follows: nothing sees the zeros."""
+    from spmdrl.distributed import preemption
+
+    function = load("def reward_func(queries, prompts, labels):\n    raise BrokenPipeError('the pool is gone')")
+    flag = threading.Event()
+    monkeypatch.setattr(preemption, "_asked", flag)
+    with pytest.raises(RewardError, match="the pool is gone"):
+        rewards_of(function)
+    flag.set()
+    assert rewards_of(function) == [0.0, 0.0, 0.0]
