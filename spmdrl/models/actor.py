@@ -43,7 +43,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_log_probs, grad_entropy = grad_outputs
         hidden, weight, bias, labels = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
+        grad_weight = None  # of a head that is frozen
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_wide(bias.dtype))
         use_entropy = ctx.with_entropy and bool(grad_entropy.any())
         for rows in _slices(len(hidden), weight, BLOCK_LOGITS):
@@ -57,14 +59,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 grad_entropy[rows] if use_entropy else None,
             )
             grad_hidden[rows] = grad @ weight
-            if grad.dtype == grad_weight.dtype:
-                grad_weight.addmm_(grad.t(), hidden[rows])
-            else:
-                grad_weight += grad.t() @ hidden[rows]
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _grad_logits(
@@ -90,6 +91,14 @@ def _grad_logits(
         grad.scatter_add_(-1, labels[rows, None], grad_log_probs[rows, None].to(grad.dtype))
         out[rows] = grad.div_(temperature)
     return out
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, whose dtype may be narrower."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
 def _slices(num_rows: int, weight: Tensor, max_logits: dict[str, int]) -> list[slice]:
