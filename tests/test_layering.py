@@ -120,6 +120,7 @@ def test_nobody_asks_whether_it_is_the_main_rank_but_those_that_write():
     # the trainer tells the tracker and the libraries' loggers which rank writes
     assert callers <= {
         "distributed/comm.py",
+        "distributed/guard.py",
         "tracking.py",
         "trainer/checkpoint.py",
         "trainer/export.py",
