@@ -20,6 +20,7 @@ from spmdrl.errors import UserError
 if TYPE_CHECKING:
     from spmdrl.config.ppo import PPOConfig
 
+GENERATION = "generation_config.json"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 
 
@@ -99,6 +100,7 @@ def check_files(config: PPOConfig) -> None:
     for spec in config.reward.reward_func:
         check_reward_file("reward_func", spec)
     check_save_path(config.checkpoint.save_path)
+    check_save_path(config.checkpoint.ckpt_path, "ckpt_path")
 
 
 def check_models(names: Mapping[str, str]) -> None:
@@ -190,9 +192,12 @@ def model_positions(model_config: dict[str, Any]) -> int | None:
     """Tokens the model can attend to, or None where its config does not bound them. Extended RoPE counts in full."""
     positions = _first(model_config, "max_position_embeddings", "n_positions", "max_seq_len")
     rope = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        return positions
     kind = rope.get("rope_type") or rope.get("type")
     if positions and kind in ("linear", "dynamic", "yarn") and isinstance(rope.get("factor"), (int, float)):
-        positions = max(positions, int((rope.get("original_max_position_embeddings") or positions) * rope["factor"]))
+        original = _first(rope, "original_max_position_embeddings") or positions
+        positions = max(positions, int(original * rope["factor"]))
     return positions
 
 
@@ -206,11 +211,21 @@ def read_model_config(flag: str, pretrain: str) -> dict[str, Any] | None:
         path = cache / "snapshots" / (main.read_text().strip() if main.is_file() else "none") / "config.json"
     if not path.is_file():
         return None
+    content = _read_object(path, f"--{flag} {pretrain}")
+    if (path.parent / GENERATION).is_file():  # transformers would go on without the ids of EOS that are in it
+        _read_object(path.parent / GENERATION, f"--{flag} {pretrain}")
+    inner = content.get("text_config")
+    return inner if inner and isinstance(inner, dict) else content
+
+
+def _read_object(path: Path, source: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise UserError(f"--{flag} {pretrain}: {path} is not valid JSON") from None
-    return content.get("text_config") or content
+    except (OSError, ValueError, RecursionError):
+        raise UserError(f"{source}: {path} is not valid JSON") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{source}: {path} must hold an object, {{...}}, not a {type(content).__name__}")
+    return content
 
 
 def _first(model_config: dict[str, Any], *names: str) -> int | None:

@@ -3,12 +3,13 @@
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from spmdrl.config import ModelConfig
-from spmdrl.errors import UserError, first_line
+from spmdrl.errors import UserError
 
 # Heads that do more than a linear product: log-probs from LogProbHead would be wrong, so they are refused.
 UNSUPPORTED_HEADS = {"final_logit_softcapping": "soft-capped logits", "logit_scale": "scaled logits"}
@@ -39,7 +40,22 @@ def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, flag: str = "--pr
         for attribute, meaning in UNSUPPORTED_HEADS.items():
             if getattr(hf_config, attribute, None):
                 raise UserError(f"{flag} {name}: models with {meaning} ({attribute}) are not supported yet")
-        return AutoModelForCausalLM.from_pretrained(name, **loading_options(hf_config, config, dtype), **options)
+        options |= loading_options(hf_config, config, dtype)
+        return load_whole(AutoModelForCausalLM, name, f"{flag} {name}", **options)
+
+
+def load_whole(auto_class: Any, name: str | None, source: str, *, new: str = "-", **options: Any) -> Any:
+    """`from_pretrained` of a checkpoint that has every weight of its config.json, in its size; transformers would make
+    up what is missing. Names that start with `new` may be. `source` is for messages."""
+    model, report = auto_class.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith(new))
+    if missing:
+        raise UserError(f"{source}: weights are missing: {', '.join(missing[:3])}, {len(missing)} in all")
+    for key, *shapes in sorted(report["mismatched_keys"]):
+        if not key.startswith(new):
+            found, wanted = (tuple(shape) for shape in shapes)
+            raise UserError(f"{source}: {key} has the shape {found}, by config.json it is {wanted}")
+    return model
 
 
 @contextmanager
@@ -49,8 +65,14 @@ def reading(source: str, what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-        raise UserError(f"{source}: cannot load {what}: {first_line(error)}") from error
+    except UnpicklingError as error:
+        raise UserError(
+            f"{source}: cannot load {what}: a .bin file in it holds more than tensors, and code from a checkpoint is "
+            "never run; save the weights as safetensors"
+        ) from error
+    except Exception as error:  # damaged files surface as any type
+        reason = " ".join(str(error).split())[:300] or "no reason given"
+        raise UserError(f"{source}: cannot load {what}: {type(error).__name__}: {reason}") from error
 
 
 def read_hf_config(name: str | None, config: ModelConfig, **changes: Any) -> Any:
@@ -103,4 +125,6 @@ def checkpoint_eos_token_ids(config: ModelConfig, tokenizer: Any) -> list[int]:
 def _end_ids(generation: Any, tokenizer: Any) -> list[int]:
     eos = generation.eos_token_id
     ids = set(eos if isinstance(eos, (list, tuple)) else [eos])
+    if not all(isinstance(number, int | None) for number in ids):
+        raise UserError(f"--pretrain: eos_token_id of its generation_config.json is {eos!r}, expected token ids")
     return sorted((ids | {tokenizer.eos_token_id}) - {None})

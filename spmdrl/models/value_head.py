@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import ModelConfig
 from spmdrl.errors import UserError
-from spmdrl.models.loading import loading_options, read_hf_config, reading
+from spmdrl.models.loading import load_whole, loading_options, read_hf_config, reading
 from spmdrl.models.packing import hidden_states
 
 # What the heads of transformers, OpenRLHF, and TRL or DeepSpeed-Chat are called in their checkpoints.
@@ -157,12 +158,7 @@ def load_classifier(
         head = read_head(name, source, value_head_prefix)
         hf_config = read_hf_config(name, config, num_labels=1)
         options |= loading_options(hf_config, config, dtype)
-        model, report = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **options)
-    missing = sorted(key for key in report["missing_keys"] if not key.startswith(f"{HF_HEAD}."))
-    if missing:
-        raise UserError(
-            f"{source}: weights of the backbone are missing: {', '.join(missing[:3])}, {len(missing)} in all"
-        )
+        model = load_whole(AutoModelForSequenceClassification, name, source, new=f"{HF_HEAD}.", **options)
     children = dict(model.named_children())
     if not isinstance(children.get(HF_HEAD), nn.Linear):
         raise UserError(f"{source}: transformers' classifier of this architecture has no linear {HF_HEAD!r} head")
@@ -216,16 +212,20 @@ def weight_files(name: str) -> dict[str, Path]:
 
 def _keys(path: Path) -> list[str]:
     if path.suffix != ".safetensors":
-        return list(torch.load(path, weights_only=True, mmap=True, map_location="cpu"))
+        return list(_load_bin(path))
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         return list(file.keys())
 
 
+def _load_bin(path: Path) -> dict[str, Tensor]:
+    return torch.load(path, weights_only=True, mmap=is_zipfile(path), map_location="cpu")
+
+
 def _read_tensor(path: Path, key: str) -> Tensor:
     if path.suffix != ".safetensors":
-        return torch.load(path, weights_only=True, mmap=True, map_location="cpu")[key].clone()
+        return _load_bin(path)[key].clone()
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:

@@ -122,7 +122,7 @@ def test_heads_in_pickled_and_in_sharded_checkpoints_are_found(tmp_path):
         ({"score.weight": head(width=3)}, "its head 'score' has width 3, not 1"),
         ({"v_head.0.weight": head(), "v_head.2.weight": head()}, "its head 'v_head' is not one linear layer"),
         ({"value_head.weight": torch.ones(1, 32)}, "its head reads 32 numbers, its backbone writes 64"),
-        ({"model.norm.weight": None}, "weights of the backbone are missing: model.norm.weight, 1 in all"),
+        ({"model.norm.weight": None}, "weights are missing: model.norm.weight, 1 in all"),
     ],
 )
 def test_checkpoints_that_are_no_critic_are_refused(checkpoint, weights, message):
