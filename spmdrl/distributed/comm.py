@@ -1,4 +1,7 @@
-"""Process group and collectives. Everything here is called by every rank, in the same order."""
+"""Process group and collectives. Everything here is called by every rank, in the same order.
+
+That ranks have met in a collective is a sign of progress of them all.
+"""
 
 import os
 import socket
@@ -9,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.distributed import whereabouts
 from spmdrl.errors import UserError
 from spmdrl.launch import launch_environment
 
@@ -100,6 +104,7 @@ def all_reduce_sum(x: Tensor) -> Tensor:
     x = x.clone()
     if world_size() > 1:
         dist.all_reduce(x)
+    whereabouts.beat()
     return x
 
 
@@ -107,6 +112,7 @@ def all_reduce_max(value: float) -> float:
     x = torch.tensor(float(value), dtype=torch.float64)
     if world_size() > 1:
         dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    whereabouts.beat()
     return float(x)
 
 
@@ -122,6 +128,7 @@ def all_gather_object(value: T, group: Any = None) -> list[T]:
         return [value]
     out: list[Any] = [None] * size
     dist.all_gather_object(out, value, group=group)
+    whereabouts.beat()
     return out
 
 

@@ -118,10 +118,9 @@ def requested() -> bool:
 
 
 def safe_point() -> None:
-    """Raise Preempted on every rank if there is a request on any. A collective, and a sign of progress."""
+    """Raise Preempted on every rank if there is a request on any. A collective."""
     global _has_safe_points
     _has_safe_points = True
-    whereabouts.beat()
     if comm.any_rank(requested()):
         _asked.wait(1.0)  # the reason is on its way
         raise Preempted(_reason or "asked by a peer", whereabouts.where())
