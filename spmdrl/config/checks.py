@@ -46,6 +46,7 @@ RANGES: dict[str, Range] = {
             *("n_samples_per_prompt", "max_epochs", "num_episodes", "logging_steps", "max_samples", "prompt_max_len"),
             *("generate_max_len", "generate_min_len", "vllm_tensor_parallel_size", "sync_bucket_mb", "zpg"),
             *("vllm_kv_cache_gb", "kl_horizon", "overlong_buffer_len", "dynamic_filtering_max_draws", "lora_alpha"),
+            *("max_ckpt_num", "max_ckpt_mem"),
         ),
         _AT_LEAST_1,
     ),
@@ -77,6 +78,7 @@ RANGES: dict[str, Range] = {
     "adam_betas": (lambda x: all(0 <= beta < 1 for beta in x), "two numbers from 0 to below 1"),
     "eps_clip_low_high": (lambda x: 0 < x[0] <= 1 and x[1] > 0, "two widths above 0, the first at most 1"),
     "dual_clip": (lambda x: x > 1, "above 1"),
+    "save_steps": (lambda x: x == -1 or x >= 1, "-1 (never) or at least 1"),
     "seed": (lambda x: 0 <= x < 2**31, "from 0 to 2147483647"),
 }
 
@@ -237,6 +239,7 @@ NEEDS = {
     "dynamic_filtering_range": "dynamic_filtering",
     "dynamic_filtering_max_draws": "dynamic_filtering",
     "gradient_checkpointing_use_reentrant": "gradient_checkpointing",
+    "allow_config_change": "load_checkpoint",
     **dict.fromkeys(("lora_alpha", "lora_dropout", "target_modules", "load_in_4bit"), "lora_rank"),
 }
 

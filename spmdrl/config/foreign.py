@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-_CHECKPOINT = "only the final model is saved, in --save_path; drop it"
 _PLACEMENT = (
     "every rank holds a shard of every model; choose the ranks with the launcher (torchrun --nproc_per_node N)"
 )
@@ -10,13 +9,6 @@ _RING = "a sequence stays on one rank; shorten --prompt_max_len or --generate_ma
 
 # Not supported yet: the flag means something here, and code for it is still to come.
 NOT_YET: dict[str, str] = {
-    "save_steps": _CHECKPOINT,
-    "save_hf_ckpt": "the final model is always saved in Hugging Face form, in --save_path; drop it",
-    "disable_ds_ckpt": "no DeepSpeed checkpoints are written yet; drop it",
-    "ckpt_path": _CHECKPOINT,
-    "max_ckpt_num": _CHECKPOINT,
-    "max_ckpt_mem": _CHECKPOINT,
-    "load_checkpoint": "a run starts from --pretrain; give it the model that an earlier run left in --save_path",
     "enable_ema": "no moving average of the weights is kept; drop it",
     "torch_compile": "models run uncompiled; drop it",
     "use_liger_kernel": "the LM head already runs in chunks; drop it",

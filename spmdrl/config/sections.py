@@ -414,3 +414,20 @@ class CheckpointConfig:
 
     save_path: str = "./ckpt"
     """Directory for the trained model, metrics, samples and the resolved config."""
+    save_steps: int = -1
+    """Save a checkpoint every this many steps; -1: only when the run is asked to stop. It goes on with
+    --load_checkpoint, on another number of ranks or under another --zero_stage too."""
+    save_hf_ckpt: bool = False
+    """Save the model in Hugging Face form too, in the checkpoint's folder hf."""
+    disable_ds_ckpt: bool = False
+    """Of --save_steps, save only the model in Hugging Face form, which nothing can go on from."""
+    ckpt_path: str = "./ckpt/checkpoints_ppo"
+    """Directory of the checkpoints; all nodes must see it."""
+    max_ckpt_num: int = 3
+    """Keep this many checkpoints of the run; older ones are removed once a newer one is whole."""
+    max_ckpt_mem: int = 100_000_000
+    """Keep at most this many GB of checkpoints of the run, and always the newest."""
+    load_checkpoint: bool = False
+    """Go on from the newest whole checkpoint in --ckpt_path; without one, start from the beginning."""
+    allow_config_change: bool = False
+    """Go on with --load_checkpoint although flags, data or models have changed in a way that changes the result."""

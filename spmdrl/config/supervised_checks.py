@@ -75,6 +75,7 @@ def check_surroundings(config: SupervisedConfig, world_size: int) -> None:
     preflight.check_models(models)
     preflight.check_sources({"dataset": config.data.dataset, "eval_dataset": config.data.eval_dataset})
     preflight.check_save_path(config.checkpoint.save_path)
+    preflight.check_save_path(config.checkpoint.ckpt_path, "ckpt_path")
     preflight.check_ranks(config, world_size)
     for flag, name in models.items():
         if model_config := preflight.read_model_config(flag, name):

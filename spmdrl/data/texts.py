@@ -1,5 +1,6 @@
 """Plain texts for a language-model loss beside the policy's: an endless stream in an order that the seed decides."""
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from spmdrl.models.tokenizer import encode_texts
 
 if TYPE_CHECKING:
     from spmdrl.config import PPOConfig
+
+NUM_HASHED = 1000  # rows for the fingerprint
 
 
 class TextStream:
@@ -47,6 +50,13 @@ class TextStream:
             if num_short >= len(self.rows):
                 raise UserError(f"{self.rows.name}: no {self.key!r} ({self.flag}) has two tokens or more")
         return samples
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of rows from all over the set: another one means another set."""
+        step = max(len(self.rows) // NUM_HASHED, 1)
+        rows = [self.rows[i] for i in range(0, len(self.rows), step)]
+        return hashlib.blake2b(repr((len(self.rows), self.key, rows)).encode(), digest_size=16).hexdigest()
 
     def describe(self) -> str:
         """One line: how many texts from where."""

@@ -1,76 +1,274 @@
-"""Models out: Hugging Face folders that plain transformers loads."""
+"""Checkpoints: everything a run needs to go on, whole or absent whenever the process is killed.
 
+All ranks write to a directory of its own, read back what they wrote and compare checksums; then the main rank makes it
+a checkpoint (checkpoint_folder.py). It holds safetensors and JSON, nothing that is executed when it is read.
+"""
+
+import json
 import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-from safetensors import SafetensorError
+from torch import Tensor
 
-from spmdrl.config import ModelConfig
+from spmdrl.config import CheckpointConfig
+from spmdrl.config.resume import compare
 from spmdrl.distributed import comm
-from spmdrl.distributed.strategy import unwrap
-from spmdrl.distributed.weight_sync import iter_adapter, iter_weights
+from spmdrl.distributed.engine_state import Fragment, Read
 from spmdrl.errors import UserError
-from spmdrl.models.lora import has_lora, write_adapter
-from spmdrl.models.value_head import HF_HEAD
+from spmdrl.trainer import checkpoint_folder as folders
+from spmdrl.trainer.checkpoint_folder import BEST, Manifest
+from spmdrl.trainer.tensor_file import (
+    STARTS,
+    RangeReader,
+    Written,
+    pack,
+    read_tensors,
+    unpack,
+    write_file,
+    write_tensors,
+)
 
-EXPORT_BUCKET_MB = 512
+STATE, TENSORS, EXPORT = "state.json", "state.safetensors", "hf"
 
 
-def hf_config_to_save(name: str, config: ModelConfig, *, dtype: torch.dtype, **changes: Any) -> Any:
-    """The configuration of the checkpoint `name`; the trainer's copy of it has no dropout."""
-    from transformers import AutoConfig
+class Shards(Protocol):
+    """What ranks hold in parts, such as an engine_state.EngineState."""
 
-    return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, dtype=dtype, **changes)
+    def fragments(self) -> Sequence[Fragment]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load(self, state: dict[str, Any], read: Read) -> None: ...
 
 
-def save_hf(
-    engine: Any, tokenizer: Any, folder: str | Path, *, hf_config: Any, value_head_prefix: str | None = None
-) -> None:
-    """Write the model in `engine` with its tokenizer and chat template to `folder`; every rank takes part. With LoRA
-    it is the adapter, as peft reads it.
+class Checkpoint:
+    """One that was found whole. state: the same on every rank; of_ranks: each rank's own at the time."""
 
-    The files are written beside it and moved in when they are whole. A critic's head has the name that transformers
-    looks for and `value_head_prefix`, which is where OpenRLHF does. Raises UserError when the disk refuses.
+    def __init__(self, folder: Path, manifest: Manifest):
+        self.folder, self.manifest = folder, manifest
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        content = unpack(content, read_tensors(folder / TENSORS))
+        self.state: dict[str, Any] = content["state"]
+        self.of_ranks: list[dict[str, Any]] = content["ranks"]
+        self._shards: dict[str, Any] = content["shards"]
+
+    def of_this_rank(self) -> dict[str, Any] | None:
+        """None for a rank of a number of ranks that did not save it."""
+        return self.of_ranks[comm.rank()] if len(self.of_ranks) == comm.world_size() else None
+
+    def load(self, shards: Mapping[str, Shards]) -> None:
+        """Every rank reads what it owns of each. What was not there when it was saved stays as it is."""
+        for name, part in shards.items():
+            if name not in self._shards:
+                comm.say(f"{self.folder} has no {name}: it starts from the beginning")
+                continue
+            reader = RangeReader(sorted(self.folder.glob(f"{name}.rank*.safetensors")))
+            try:
+                part.load(self._shards[name], lambda f, reader=reader: _read(reader, f))
+            except ValueError as error:
+                raise UserError(f"{self.folder}: its {name} is not this run's: {error}") from error
+
+
+class Checkpointer:
+    """The checkpoints of one run. Every rank calls every method, at the same time.
+
+    description: flags and fingerprints of data and models, by which a resumed run is compared with the saved one.
     """
-    weights: dict[str, torch.Tensor] = {}
-    model = getattr(unwrap(engine), "model", unwrap(engine))
-    tensors = iter_adapter if has_lora(model) else iter_weights
-    for name, tensor in tensors(engine, bucket_mb=EXPORT_BUCKET_MB):
-        assert tensor.numel() > 0, f"{name} is empty: a shard, not a weight"
+
+    def __init__(self, config: CheckpointConfig, description: dict[str, Any]):
+        self.config, self.description = config, description
+        self.root = Path(config.ckpt_path).expanduser()
+        self.run = comm.all_gather_object(uuid.uuid4().hex)[0]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: tuple[Path, Manifest, Future[Any]] | None = None
+
+    def for_best(self) -> "Checkpointer":
+        """Keeps one, the best, apart from the others."""
+        path = str(self.root / BEST)
+        best = Checkpointer(replace(self.config, ckpt_path=path, max_ckpt_num=1), self.description)
+        best.run = self.run
+        return best
+
+    # ---- loading ------------------------------------------------------------------------------------------------
+    def find(self) -> Checkpoint | None:
+        """With --load_checkpoint the newest whole checkpoint; this run then goes on as the one that saved it.
+
+        Raises UserError where it differs from that in a way that changes the result, and where checkpoints are there
+        and all of them are damaged.
+        """
+        checkpoint = self.newest() if self.config.load_checkpoint else None
+        if checkpoint is None:
+            self._begin_afresh()
+            return None
+        self._check_changes(checkpoint.manifest)
+        self.run = checkpoint.manifest.run
+        for left in self._on_main(lambda: folders.clear_away(self.root)):
+            comm.say(f"removed {left}, left by an interrupted save")
+        comm.say(f"resuming from {checkpoint.folder}")
+        return checkpoint
+
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint of the run that saved last."""
+        self.finish()
+        candidates = self._candidates()
+        for folder, manifest in candidates:
+            problem = self._damage(folder, manifest)
+            if problem is None:
+                return Checkpoint(folder, manifest)
+            comm.say(f"ignored: {folder}: {problem}")
+        if candidates:
+            raise UserError(f"no checkpoint in {self.root} is whole; restore one, or start without --load_checkpoint")
+        return None
+
+    def _candidates(self) -> list[folders.Found]:
+        found, problems, refusal = [], [], None
         if comm.is_main():
-            weights[name] = tensor.cpu()
-            if value_head_prefix and name.startswith(f"{HF_HEAD}."):
-                weights[f"{value_head_prefix}{name[len(HF_HEAD) :]}"] = tensor.cpu().clone()
-    problem = _write(model, weights, tokenizer, Path(folder), hf_config) if comm.is_main() else None
-    problem = comm.all_gather_object(problem)[0]
-    if problem:
-        raise UserError(problem)
+            try:
+                found, problems = folders.find(self.root)
+            except ValueError as error:
+                refusal = str(error)
+        found, problems, refusal = comm.all_gather_object((found, problems, refusal))[0]
+        for problem in problems:
+            comm.say(f"ignored: {problem}")
+        if refusal:
+            raise UserError(f"--load_checkpoint: {refusal}; restore it, or start without --load_checkpoint")
+        return found
+
+    def _damage(self, folder: Path, manifest: Manifest) -> str | None:
+        """What is wrong with the files, of which each rank reads a part."""
+        mine = sorted(manifest.files.items())[comm.rank() :: comm.world_size()]
+        problem = next((p for name, file in mine if (p := _mismatch(folder / name, file))), None)
+        return next((p for p in comm.all_gather_object(problem) if p), None)
+
+    def _check_changes(self, saved: Manifest) -> None:
+        try:
+            refused, accepted = compare(saved.description, self.description)
+        except (KeyError, TypeError, AttributeError):
+            raise UserError(f"--load_checkpoint {self.root}: {saved.name} does not say what run it is of") from None
+        if saved.world_size != comm.world_size():
+            accepted.append(f"{saved.world_size} -> {comm.world_size()} ranks")
+        if refused and not self.config.allow_config_change:
+            raise UserError(
+                f"--load_checkpoint {self.root}: what was saved there would go on differently: {'; '.join(refused)}. "
+                f"Set that back, or go on all the same with --allow_config_change"
+            )
+        if refused or accepted:
+            comm.say(f"changed since the checkpoint: {'; '.join(refused + accepted)}")
+
+    def _begin_afresh(self) -> None:
+        """Checkpoints of other runs stay, but `latest` names this one from now on."""
+        if self.config.load_checkpoint:
+            comm.say(f"--load_checkpoint: no checkpoint in {self.root}, starting from the beginning")
+        self._on_main(lambda: folders.write_latest(self.root, self.run, None) if self.root.is_dir() else None)
+
+    # ---- saving -------------------------------------------------------------------------------------------------
+    def save(
+        self,
+        name: str,
+        shards: Mapping[str, Shards],
+        state: dict[str, Any],
+        of_rank: dict[str, Any],
+        *,
+        export: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Begin to save; nothing may be trained until `finish`, which completes it.
+
+        shards: by name, written by all ranks; without any, nothing can go on from the checkpoint. state: the same on
+        every rank; of_rank: this rank's own; both hold what JSON does, and tensors. export: a collective that fills
+        a folder with a model.
+        """
+        self.finish()
+        folder = self._on_main(lambda: folders.begin(self.root, name, self.run))
+        if export is not None:
+            export(folder / EXPORT)
+        ranks = comm.all_gather_object(of_rank)
+        content = {"state": state, "ranks": ranks, "shards": {key: part.state_dict() for key, part in shards.items()}}
+        parts = {key: _on_host(part.fragments()) for key, part in shards.items()}
+        manifest = Manifest(name, self.run, time.time(), comm.world_size(), bool(shards), self.description, {})
+        self._pending = folder, manifest, self._thread.submit(_write_own, folder, parts, content, comm.rank())
+
+    def finish(self) -> Path | None:
+        """Complete the save that is under way on all ranks; the checkpoint's directory, if there was one.
+
+        Raises UserError on every rank if it failed on one; what was saved before is still there.
+        """
+        if self._pending is None:
+            return None
+        (folder, manifest, future), self._pending = self._pending, None
+        written = comm.all_gather_object(future.result())
+        problems = [f"rank {rank}: {part}" for rank, part in enumerate(written) if isinstance(part, str)]
+        if problems and comm.is_main():
+            shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
+        if problems:
+            raise UserError(f"--ckpt_path {self.root}: cannot save {manifest.name}: {problems[0]}")
+        manifest = replace(manifest, files={name: file for part in written for name, file in part.items()})
+        limits = {"max_num": self.config.max_ckpt_num, "max_bytes": self.config.max_ckpt_mem * 10**9}
+        return self._on_main(lambda: folders.publish(self.root, folder, manifest, **limits))
+
+    def _on_main(self, action: Callable[[], Any]) -> Any:
+        """What `action` returns on the main rank; a refusal of the disk there is a UserError on every rank."""
+        result, problem = None, None
+        if comm.is_main():
+            try:
+                result = action()
+            except OSError as error:
+                problem = str(error)
+        result, problem = comm.all_gather_object((result, problem))[0]
+        if problem:
+            raise UserError(f"--ckpt_path {self.root}: cannot save a checkpoint: {problem}")
+        return result
 
 
-def _write(model: Any, weights: dict[str, torch.Tensor], tokenizer: Any, folder: Path, hf_config: Any) -> str | None:
-    partial = folder / ".partial"
+# ---- this rank's files ----------------------------------------------------------------------------------------------
+def _on_host(fragments: Sequence[Fragment]) -> list[Fragment]:
+    """This rank's share; what is in host memory is not copied."""
+    return [replace(f, tensor=f.tensor.cpu()) for f in (fragment.to_save() for fragment in fragments)]
+
+
+def _write_own(
+    folder: Path, parts: Mapping[str, Sequence[Fragment]], content: dict[str, Any], rank: int
+) -> dict[str, Written] | str:
+    """In a thread: write this rank's files and read them back. Returns what was written, or what went wrong."""
+    written: dict[str, Written] = {}
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        if has_lora(model):
-            write_adapter(model, weights, partial, hf_config)
-        else:
-            _write_model(model, weights, partial, hf_config)
-        tokenizer.save_pretrained(partial)
-        for file in sorted(partial.iterdir()):
-            file.replace(folder / file.name)
-        partial.rmdir()
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)  # a full disk needs the room
-        return f"--save_path {folder}: cannot write the model: {error}"
-    return None
+        for key, fragments in parts.items():
+            name = f"{key}.rank{rank:05d}.safetensors"
+            starts = json.dumps({f.name: f.start for f in fragments})
+            written[name] = write_tensors(folder / name, {f.name: f.tensor for f in fragments}, {STARTS: starts})
+        if rank == 0:
+            written |= _write_shared(folder, content)
+        problems = (_mismatch(folder / name, file) for name, file in written.items())
+        return next((problem for problem in problems if problem), written)
+    except OSError as error:
+        return str(error)
 
 
-def _write_model(model: Any, weights: dict[str, torch.Tensor], folder: Path, hf_config: Any) -> None:
-    own, model.config = model.config, hf_config
+def _write_shared(folder: Path, content: dict[str, Any]) -> dict[str, Written]:
+    """The main rank's files; those of an export have been written before."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(pack(content, tensors))
+    exported = (path for path in (folder / EXPORT).rglob("*") if path.is_file())
+    return {
+        STATE: write_file(folder / STATE, [text.encode()]),
+        TENSORS: write_tensors(folder / TENSORS, tensors, {}),
+        **{path.relative_to(folder).as_posix(): Written.of(path) for path in exported},
+    }
+
+
+def _read(reader: RangeReader, fragment: Fragment) -> Tensor:
+    end = fragment.start + len(fragment.tensor)
+    return reader.read(fragment.name, fragment.start, end, fragment.total)
+
+
+def _mismatch(path: Path, expected: Written) -> str | None:
+    """What is wrong with a file, None where it is as it was written."""
     try:
-        model.save_pretrained(folder, state_dict=weights)
-    finally:
-        model.config = own
+        if path.stat().st_size != expected.size:
+            return f"{path.name} has {path.stat().st_size} bytes instead of {expected.size}"
+        return None if Written.of(path) == expected else f"{path.name} does not match its checksum"
+    except OSError as error:
+        return f"{path.name}: {error.strerror}"

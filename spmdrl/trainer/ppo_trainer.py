@@ -18,6 +18,7 @@ from spmdrl.data.prompts import PromptDataset, load_eval_prompts, load_prompts
 from spmdrl.data.sampler import PromptSampler
 from spmdrl.data.texts import load_texts
 from spmdrl.distributed import comm, guard, preemption
+from spmdrl.distributed.engine_state import EngineState
 from spmdrl.distributed.strategy import Strategy, compute_dtype
 from spmdrl.distributed.weight_sync import iter_weights
 from spmdrl.errors import UserError
@@ -39,12 +40,16 @@ from spmdrl.trainer.build import (
     critic_checkpoint,
     seed_everything,
 )
-from spmdrl.trainer.checkpoint import hf_config_to_save, save_hf
+from spmdrl.trainer.checkpoint import Shards
 from spmdrl.trainer.evaluation import Evaluation, eval_metrics
+from spmdrl.trainer.export import hf_config_to_save, save_hf
+from spmdrl.trainer.fingerprints import describe
 from spmdrl.trainer.metrics import rollout_metrics
 from spmdrl.trainer.policy_update import PolicyUpdate
 from spmdrl.trainer.ptx import PtxLoss
 from spmdrl.trainer.rewarding import Rewarder
+from spmdrl.trainer.run_state import batch_state, restored_batch
+from spmdrl.trainer.saving import Saver
 from spmdrl.trainer.scoring import log_probs_of, score_samples
 from spmdrl.trainer.update import TrainBatch, train_on
 from spmdrl.trainer.value_update import ValueUpdate, value_metrics
@@ -81,12 +86,15 @@ class PPOTrainer:
         rewards = load_rewards(config.reward, batch_size=config.rollout.micro_rollout_batch_size)
         for source in rewards.values():
             source.check_columns(list(self.prompts[0].columns))
+        description = describe(config, prompt_data=self.prompts, pretrain_data=self.texts)
+        self.saver = Saver(self, config.checkpoint, description)
         self.tracker = Tracker(
             config.tracking,
             save_path=config.checkpoint.save_path,
             run_config=to_flat_dict(config),
             is_main=comm.is_main(),
             total_steps=self.sizes.total_steps,
+            resume_step=self.saver.resume_step,
         )
         self.dtype = compute_dtype(config.model.bf16)
         self.strategy = Strategy(config.deepspeed, config.optim, dtype=self.dtype)
@@ -103,6 +111,7 @@ class PPOTrainer:
         self.shuffle = torch.Generator().manual_seed(config.seed)
         self.step = 0  # the last one that is finished
         self.batch: TrainBatch | None = None  # under training
+        self.saver.restore()
         if comm.is_main():
             save_config(config, str(Path(config.checkpoint.save_path, "config.yaml")))
 
@@ -147,6 +156,10 @@ class PPOTrainer:
 
     # ---- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> None:
+        with self.saver.saved_when_stopped():
+            self._fit()
+
+    def _fit(self) -> None:
         preemption.safe_point()  # from here on a signal is answered with a checkpoint
         batches = iter(self.sampler)
         if self.step == 0 and self.batch is None:
@@ -161,9 +174,12 @@ class PPOTrainer:
                 self.score(samples)  # log-probs, reference log-probs, values
                 samples = self.compute_advantages(samples)  # all ranks' samples, in the same order everywhere
                 self.batch = self.deal(samples)  # what each optimizer step trains on
+                self.saver.settle()
+            self.saver.finish()
             metrics = self.train(self.batch)  # epochs x optimizer steps x micro-batches, critic and actor
             self.evaluate(step)
-            self.finish_step(step, self.batch.samples, metrics)  # KL controller, logs
+            self.finish_step(step, self.batch.samples, metrics)  # KL controller, logs, checkpoint
+        self.saver.finish()
         self.save()
         self.tracker.close()
 
@@ -275,11 +291,12 @@ class PPOTrainer:
         with self.phase("train", num_samples * (trains_actor + (self.critic is not None))) as progress:
             if self.critic is not None:
                 step = partial(self.value_update.optimizer_step, self.critic)
-                metrics |= value_metrics(batch.samples) | train_on(batch, step, "critic", progress)
+                metrics |= value_metrics(batch.samples)
+                metrics |= train_on(batch, step, "critic", progress, self.saver.settle)
                 metrics["critic/lr"] = self.critic.get_lr()[0]
             if trains_actor:
                 step = partial(self.policy_update.optimizer_step, self.actor, kl_coef=self.kl_controller.value)
-                metrics |= train_on(batch, step, "policy", progress)
+                metrics |= train_on(batch, step, "policy", progress, self.saver.settle)
         metrics["policy/lr"] = self.actor.get_lr()[0]
         num_tokens = sum(s.num_tokens for s in batch.samples) * self.config.optim.max_epochs
         metrics["perf/train_tokens_per_s"] = num_tokens / max(progress.seconds, 1e-9)
@@ -298,6 +315,7 @@ class PPOTrainer:
             metrics = eval_metrics(samples)
         self.tracker.log_samples([self._sample_row(s, prompts) for s in samples[:LOGGED_SAMPLES]], step, EVAL_SAMPLES)
         self.tracker.log(metrics, step)
+        self.saver.keep_best(step, metrics["eval/reward"])
         return metrics
 
     def finish_step(self, step: int, samples: list[Sample], metrics: dict[str, float]) -> None:
@@ -307,16 +325,59 @@ class PPOTrainer:
         self.tracker.log_samples([self._sample_row(s, self.prompts) for s in samples[:LOGGED_SAMPLES]], step)
         self.tracker.log(rollout_metrics(samples) | metrics | self.guardrails.metrics(), step)
         self.step, self.batch = step, None
+        self.saver.settle()
+        with self.phase("save"):
+            self.saver.save_if_due()
 
     def save(self) -> None:
-        model, critic, folder = self.config.model, self.config.critic, Path(self.config.checkpoint.save_path)
         with self.phase("save"):
-            own = hf_config_to_save(str(model.pretrain), model, dtype=self.dtype)
-            save_hf(self.actor, self.tokenizer, folder, hf_config=own)
-            if critic.save_value_network:
-                own = hf_config_to_save(self.critic_name, model, dtype=self.dtype, num_labels=1)
-                prefix = critic.value_head_prefix
-                save_hf(self.critic, self.tokenizer, folder / "critic", hf_config=own, value_head_prefix=prefix)
+            self.export(Path(self.config.checkpoint.save_path), "--save_path")
+
+    def export(self, folder: Path, flag: str) -> None:
+        """The trained model, and with --save_value_network the critic."""
+        model, critic = self.config.model, self.config.critic
+        own = hf_config_to_save(str(model.pretrain), model, dtype=self.dtype)
+        save_hf(self.actor, self.tokenizer, folder, hf_config=own, flag=flag)
+        if critic.save_value_network:
+            own = hf_config_to_save(self.critic_name, model, dtype=self.dtype, num_labels=1)
+            head = {"value_head_prefix": critic.value_head_prefix, "flag": flag}
+            save_hf(self.critic, self.tokenizer, folder / "critic", hf_config=own, **head)
+
+    # ---- what is saved (trainer/saving.py) -------------------------------------------------------------------------
+    @property
+    def updates(self) -> int:
+        return 0 if self.batch is None else self.batch.updates
+
+    def shards(self) -> dict[str, Shards]:
+        engines = {"actor": self.actor, "critic": self.critic}
+        return {role: EngineState(engine) for role, engine in engines.items() if engine is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {name: part.state_dict() for name, part in self._stateful().items()}
+        return {"step": self.step, "shuffle": self.shuffle.get_state(), "parts": parts}
+
+    def work_state(self) -> tuple[Any, Any]:
+        if self.batch is None:
+            return None, None
+        return batch_state(self.batch), self.batch.reports
+
+    def load_state_dict(self, state: dict[str, Any], work: Any, work_of_ranks: list[Any]) -> None:
+        self.step = state["step"]
+        self.shuffle.set_state(state["shuffle"])
+        for name, part in self._stateful().items():
+            if name in state["parts"]:
+                part.load_state_dict(state["parts"][name])
+        self.batch = restored_batch(work, work_of_ranks)
+
+    def _stateful(self) -> dict[str, Any]:
+        parts = {
+            "sampler": self.sampler,
+            "texts": self.texts,
+            "rewarder": self.rewarder,
+            "kl_controller": self.kl_controller,
+            "guardrails": self.guardrails,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
     # ---- parts of the phases --------------------------------------------------------------------------------------
     @contextmanager

@@ -102,9 +102,17 @@ class TrainBatch:
     chunks: list[list[int]]  # of each optimizer step, indices into samples
     reports: dict[str, list[dict[str, float]]] = field(default_factory=dict)  # role → of each finished optimizer step
 
+    @property
+    def updates(self) -> int:
+        return sum(map(len, self.reports.values()))
+
 
 def train_on(
-    batch: TrainBatch, step: Callable[[Sequence[Sample]], dict[str, float]], role: str, progress: Any
+    batch: TrainBatch,
+    step: Callable[[Sequence[Sample]], dict[str, float]],
+    role: str,
+    progress: Any,
+    after_step: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """The optimizer steps of a role that are not done yet; the metrics of all of them. A collective."""
     metrics, reports = UpdateMetrics(role), batch.reports.setdefault(role, [])
@@ -112,6 +120,7 @@ def train_on(
         chunk = [batch.samples[i] for i in indices]
         if number == len(reports):
             reports.append(step(chunk))
+            after_step()
         metrics.add(reports[number], sum(s.response_length for s in chunk))
         progress.update(len(chunk))
     return metrics.reduce()

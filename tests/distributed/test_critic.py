@@ -109,7 +109,7 @@ def save_critic(path, folder, zero_stage, prefix):
     """Saves the critic and returns its values of the last token of SEQUENCES."""
     from spmdrl.config import ModelConfig
     from spmdrl.models.tokenizer import load_tokenizer
-    from spmdrl.trainer.checkpoint import hf_config_to_save, save_hf
+    from spmdrl.trainer.export import hf_config_to_save, save_hf
 
     strategy = make_strategy(zero_stage)
     engine = build_critic(strategy, path, prefix)

@@ -18,7 +18,7 @@ from spmdrl.models.merge import merge_lora
 from spmdrl.models.tokenizer import load_tokenizer
 from spmdrl.models.value_head import load_value_model
 from spmdrl.trainer.build import enable_checkpointing
-from spmdrl.trainer.checkpoint import hf_config_to_save, save_hf
+from spmdrl.trainer.export import hf_config_to_save, save_hf
 from tests.models.test_value_head import add_weights
 from tests.tiny import make_model
 

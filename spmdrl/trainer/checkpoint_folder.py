@@ -1,0 +1,185 @@
+"""The directory of a run's checkpoints, as one process sees and changes it.
+
+A checkpoint is a directory with a manifest, written last. `latest` is a JSON file that names the run and its newest
+checkpoint. Directories that begin with a dot are under construction or on their way out.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from spmdrl.trainer.tensor_file import Written, write_file
+
+FORMAT = 1
+MANIFEST, LATEST, BEST = "manifest.json", "latest", "best"
+SAVING, REMOVING = ".saving-", ".removing-"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of and belongs to."""
+
+    name: str
+    run: str  # id of the run, kept when it is resumed
+    saved_at: float  # Unix time
+    world_size: int
+    can_resume: bool  # False for a model alone
+    description: dict[str, Any]  # flags and fingerprints, for config.resume.compare
+    files: dict[str, Written]  # by their path in the directory
+    format: int = FORMAT
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files.values())
+
+    def write(self, folder: Path) -> None:
+        write_file(folder / MANIFEST, [json.dumps(asdict(self), indent=1).encode()])
+        sync(folder)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Raises ValueError with what is wrong with `folder` as a checkpoint."""
+        try:
+            content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        except OSError:
+            raise ValueError(f"no {MANIFEST} in it: not a whole checkpoint of this program") from None
+        except ValueError:
+            raise ValueError(f"{MANIFEST} is damaged") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"{MANIFEST} is not of format {FORMAT}, the one that is read here")
+        try:
+            files = {str(name): Written(**file) for name, file in content.pop("files").items()}
+            manifest = cls(**content, files=files)
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(f"{MANIFEST} is damaged") from None
+        if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in files):
+            raise ValueError(f"{MANIFEST} names files elsewhere")
+        return manifest
+
+
+Found = tuple[Path, Manifest]
+
+
+def find(root: Path) -> tuple[list[Found], list[str]]:
+    """The checkpoints that the run named in `latest` can go on from, the newest first, and why others are not.
+
+    Without `latest` it is the run of the newest. Raises ValueError if `latest` names one and none of its run is there.
+    """
+    found, problems = _scan(root)
+    latest = read_latest(root)
+    resumable = [(folder, m) for folder, m in found if m.can_resume]
+    run = latest.get("run") or (resumable[0][1].run if resumable else None)
+    for folder, manifest in found:
+        if not manifest.can_resume:
+            problems.append(f"{folder}: a model without training state")
+        elif manifest.run != run:
+            problems.append(f"{folder}: of another run")
+    own = [(folder, m) for folder, m in resumable if m.run == run]
+    if latest.get("name") and not own:
+        raise ValueError(f"{root / latest['name']}, which {root / LATEST} names, is not whole, and there is no other")
+    return own, problems
+
+
+def _scan(root: Path) -> tuple[list[Found], list[str]]:
+    """Directories with a manifest, the newest first, and what the others lack."""
+    found, problems = [], []
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if not folder.is_dir() or folder.name == BEST or folder.name.startswith(REMOVING):
+            continue
+        try:
+            if folder.name.startswith(SAVING):
+                raise ValueError("a save that was interrupted")
+            found.append((folder, Manifest.read(folder)))
+        except ValueError as problem:
+            problems.append(f"{folder}: {problem}")
+    return sorted(found, key=lambda item: -item[1].saved_at), problems
+
+
+def read_latest(root: Path) -> dict[str, Any]:
+    """`run` and `name`; nothing where the file is not there or not ours."""
+    try:
+        content = json.loads((root / LATEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def write_latest(root: Path, run: str, name: str | None) -> None:
+    """Replace `latest` at once. Without a name the run has no checkpoint yet."""
+    partial = root / f".{LATEST}.partial"
+    write_file(partial, [json.dumps({"run": run, "name": name}).encode()])
+    partial.replace(root / LATEST)
+    sync(root)
+
+
+def begin(root: Path, name: str, run: str) -> Path:
+    """An empty directory for the ranks to write to."""
+    folder = root / f"{SAVING}{name}-{run[:8]}"
+    root.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    return folder
+
+
+def publish(root: Path, folder: Path, manifest: Manifest, *, max_num: int, max_bytes: int) -> Path:
+    """Make what is in `folder` a checkpoint, name it in `latest`, and only then remove older ones of the run."""
+    for name, file in manifest.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != file.size:
+            raise OSError(f"{path} is not what another rank wrote: do all nodes see this directory?")
+    manifest.write(folder)
+    final = _free(root / manifest.name)
+    folder.rename(final)
+    sync(root)
+    write_latest(root, manifest.run, final.name)
+    _prune(root, manifest.run, max_num=max_num, max_bytes=max_bytes)
+    return final
+
+
+def _free(path: Path) -> Path:
+    """`path`, or with a number behind it where something is there, of an earlier run or damaged."""
+    number = 1
+    while (free := path if number == 1 else path.with_name(f"{path.name}-{number}")).exists():
+        number += 1
+    return free
+
+
+def _prune(root: Path, run: str, *, max_num: int, max_bytes: int) -> None:
+    total = 0
+    own = [(folder, manifest) for folder, manifest in _scan(root)[0] if manifest.run == run]
+    for number, (folder, manifest) in enumerate(own):
+        total += manifest.num_bytes
+        if number and (number >= max_num or total > max_bytes):
+            with suppress(OSError):
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """A directory is never seen half removed."""
+    leaving = folder.with_name(f"{REMOVING}{folder.name}")
+    shutil.rmtree(leaving, ignore_errors=True)
+    folder.rename(leaving)
+    shutil.rmtree(leaving)
+
+
+def clear_away(root: Path) -> Sequence[Path]:
+    """Remove what interrupted saves and removals left."""
+    left = [folder for folder in root.iterdir() if folder.name.startswith((SAVING, REMOVING))]
+    for folder in left:
+        shutil.rmtree(folder, ignore_errors=True)
+    return left
+
+
+def sync(folder: Path) -> None:
+    """Wait until the names in a directory are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
