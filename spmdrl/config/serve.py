@@ -19,9 +19,10 @@ RANGES: dict[str, Range] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRMConfig:
-    """Serve a reward model over HTTP, for --remote_rm_url of cli/train_ppo.py: POST /get_reward with {"query": [texts]}
-    is answered by {"rewards": [scores]}. A bearer token, if the environment variable SPMDRL_RM_TOKEN has one, is asked
-    for. GET /health answers once the model is there."""
+    """Serve a reward model over HTTP, for --remote_rm_url of cli/train_ppo.py: {"query": [texts]}, posted to
+    /get_reward, is answered by {"rewards": [scores]}. A text is scored at its last token: end it with the EOS that
+    ends a response. Where the environment variable SPMDRL_RM_TOKEN has a bearer token, it is asked for. GET /health
+    answers once the model is there."""
 
     foreign: ClassVar[Foreign] = Foreign(
         not_yet={"load_in_4bit": "the model is served in --bf16; drop it", "use_ms": NOT_YET["use_ms"]},
@@ -62,9 +63,7 @@ class ServeRMConfig:
             if value is not None and not is_valid(value):
                 raise UserError(f"--{name} must be {wanted}, got {value}")
         if world_size > 1:
-            raise UserError(
-                f"one process serves, not {world_size}: start it with python, and several on several ports"
-            )
+            raise UserError(f"one process serves, not {world_size}: start it with python, several on several ports")
         check_models({"reward_pretrain": self.reward_pretrain})
 
     @property

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from spmdrl.distributed import preemption
 from spmdrl.errors import first_line
 from spmdrl.rewards.function import read_output
 from spmdrl.rewards.source import NOTHING, RewardBatch, RewardError, RewardOutput
@@ -35,6 +36,7 @@ CONNECT_S = 10.0
 MAX_TRIES = 8  # with their waits about a minute, besides the time of the tries
 MAX_WAIT_S = 15.0
 MAX_ANSWER_BYTES = 2**26
+POLL_S = 0.2  # for a request to stop
 TRANSIENT = {429, 502, 503, 504}  # busy, or behind a gateway that finds nobody yet
 SOMETIMES_TRANSIENT, MAX_TRIES_500 = 500, 4
 EXPECTED = 'expected {"rewards": [one number a query]}'
@@ -58,7 +60,8 @@ class RemoteReward:
         """A server sees no columns."""
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
-        """Rewards of B samples. Raises RewardError."""
+        """Rewards of B samples, or where the run is asked to stop zeros, which the safe point that follows drops.
+        Raises RewardError."""
         if not batch.queries:
             return NOTHING
         return asyncio.run(self._reward(batch))
@@ -73,7 +76,9 @@ class RemoteReward:
                 for number, start in enumerate(starts)
             ]
             try:
-                return _joined(await asyncio.gather(*tasks))
+                if await _done_or_asked_to_stop(tasks):
+                    return _joined([task.result() for task in tasks])
+                return RewardOutput(torch.zeros(len(batch)))
             finally:
                 for task in tasks:
                     task.cancel()
@@ -121,6 +126,17 @@ class RemoteReward:
                     raise RewardError(f"reward server {server.url}: {fault}, tried {tries} times{within}") from None
                 logger.warning("Reward server %s: %s; trying again in %.1f s", server.url, fault, wait)
             await asyncio.sleep(wait)
+
+
+async def _done_or_asked_to_stop(tasks: Sequence["asyncio.Task[RewardOutput]"]) -> bool:
+    """True once all are done; False where the run is asked to stop before. Raises what the first failed one did."""
+    while not preemption.requested():
+        done, waiting = await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+        if not waiting:
+            return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import torch
 import uvicorn
@@ -108,7 +109,7 @@ def make_app(
     )
 
 
-def answer_error(request: Request, error: Exception) -> JSONResponse:
+def answer_error(request: Request, error: Any) -> JSONResponse:
     if isinstance(error, HTTPException):
         return JSONResponse({"error": error.detail}, error.status_code, headers=error.headers)
     return JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)

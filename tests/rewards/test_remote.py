@@ -1,4 +1,4 @@
-"""Rewards over HTTP, from servers that are slow, down, wrong or restless: a reward comes from a server or not at all."""
+"""Rewards over HTTP, from servers that are slow, down, wrong or restless: a reward is a server's or there is none."""
 
 import datetime
 import time
@@ -166,6 +166,21 @@ def test_a_server_that_hangs_ends_in_time(dribbles):
     assert message == f"reward server {server.url}: no answer within --remote_rm_timeout 0.4 s"
 
 
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_a_server(monkeypatch):
+    """Its zeros are dropped at the safe point that follows."""
+    from spmdrl.distributed import preemption
+
+    def hang(server, body, handler):
+        monkeypatch.setattr(preemption, "requested", lambda: True)
+        time.sleep(3)
+        return None
+
+    start = time.monotonic()
+    with RewardServer(hang) as server:
+        assert ask(server.url, timeout_s=60).rewards.tolist() == [0, 0, 0]
+        assert time.monotonic() - start < 2.5
+
+
 def test_tries_end_with_the_time_too():
     start = time.monotonic()
     with RewardServer(lambda s, b, handler: send(handler, 503, "later", Retry_After="30")) as server:
@@ -239,8 +254,10 @@ def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(mo
 
 @pytest.mark.parametrize(
     ("host", "local"),
-    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("10.1.2.3", True), ("192.168.0.7", True)]
-    + [("8.8.8.8", False), ("2606:4700::1111", False), ("node-that-nobody-knows", True)],
+    [
+        *((host, True) for host in ("127.0.0.1", "::1", "localhost", "10.1.2.3", "192.168.0.7", "nobody-knows-me")),
+        *((host, False) for host in ("8.8.8.8", "2606:4700::1111")),
+    ],
 )
 def test_hosts_that_are_reached_without_a_proxy(host, local):
     assert is_local(host) == local
