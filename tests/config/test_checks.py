@@ -43,6 +43,8 @@ def test_tables_name_flags_that_exist():
         ),
         ("--dual_clip 1", "--dual_clip must be above 1, got 1.0"),
         ("--lr_warmup_ratio 3", "--lr_warmup_ratio must be from 0 to 1, got 3.0"),
+        ("--lora_rank -1", "--lora_rank must be 0 or more, got -1"),
+        ("--lora_dropout 1", "--lora_dropout must be from 0 to below 1, got 1.0"),
     ],
 )
 def test_values_out_of_range_are_refused(flags, message):
@@ -141,6 +143,10 @@ def test_kl_losses_with_a_useful_gradient_are_taken():
             ["--gradient_checkpointing_use_reentrant", "--gradient_checkpointing;"],
         ),
         ("--flash_attn --no_bf16", ["--flash_attn", "--no_bf16"]),
+        ("--lora_alpha 32", ["--lora_alpha", "--lora_rank"]),
+        ("--target_modules q_proj v_proj", ["--target_modules", "--lora_rank"]),
+        ("--load_in_4bit", ["--load_in_4bit", "--lora_rank"]),
+        ("--load_in_4bit --lora_rank 8 --zero_stage 3", ["--load_in_4bit", "--zero_stage"]),
         ("--min_lr_ratio 0.5 --lr_scheduler linear", ["--min_lr_ratio", "--lr_scheduler"]),
         ("--apply_chat_template --input_template Q:{}", ["--apply_chat_template", "--input_template"]),
     ],

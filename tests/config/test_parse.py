@@ -99,8 +99,8 @@ def test_mistakes_are_named_with_the_nearest_that_is_right(words, message):
 
 
 def test_everything_wrong_with_the_flags_is_said_at_once():
-    message = refusal("--lora_rank", "8", "--lora_alpha", "16", "--vllm_num_engines", "2", "--seeed", "1", "--l2", "x")
-    assert message.startswith("--lora_rank, --lora_alpha: not supported yet (")
+    message = refusal("--ring_attn_size", "2", "--ring_head_stride", "1", "--vllm_num_engines", "2", "--seeed", "1", "--l2", "x")
+    assert message.startswith("--ring_attn_size, --ring_head_stride: not supported yet (")
     assert "; --vllm_num_engines: no flag here (" in message
     assert "; --seeed: no flag here (did you mean --seed?)" in message
     assert message.endswith("; --l2 takes a number, got 'x'")
@@ -177,7 +177,7 @@ def test_checks_see_file_and_command_line_together(tmp_path):
     ("text", "message"),
     [
         ("seeed: 1", "seeed: no flag here (did you mean --seed?)"),
-        ("lora_rank: 8", "lora_rank: not supported yet ("),
+        ("ring_attn_size: 2", "ring_attn_size: not supported yet ("),
         ("flash_attn: true", "flash_attn: a switch without value, short for --attention flash_attention_2"),
         ("train_batch_size: abc", "train_batch_size takes a whole number, got 'abc'"),
         ("train_batch_size: 128.0", "train_batch_size takes a whole number, got '128.0'"),
@@ -354,7 +354,7 @@ def test_help_lists_every_flag_by_section_with_what_it_does(run_cli):
 
 @pytest.mark.parametrize(
     "words",
-    [["--temprature", "1"], ["--lora_rank", "8"], ["--temperature", "0"], ["--config", "a\nb.yaml"], []],
+    [["--temprature", "1"], ["--ring_attn_size", "2"], ["--temperature", "0"], ["--config", "a\nb.yaml"], []],
     ids=["typo", "not yet", "range", "line break", "nothing given"],
 )
 def test_an_error_is_one_line_and_exit_code_2(run_cli, words):

@@ -72,6 +72,14 @@ def test_files_that_do_not_exist_are_named(refusal, tmp_path):
         assert "takes path.py, which defines reward_func, or path.py:name" in refusal(remote_rm_url=spec)
 
 
+def test_an_adapter_is_no_model(refusal, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert refusal(pretrain=tmp_path / "adapter").endswith(
+        "adapter is a LoRA adapter: make a whole model of it with cli/merge_lora.py"
+    )
+
+
 def test_each_of_several_sources_is_looked_for(refusal, validate, tmp_path):
     good = tmp_path / "prompts.jsonl"
     validate(prompt_data=f"{good}, {good}@train,openai/gsm8k@main", prompt_data_probs="0.5,0.2,0.3")
@@ -192,6 +200,7 @@ def test_flags_that_need_a_missing_package_name_it(refusal, validate, monkeypatc
     assert refusal(use_wandb="True").startswith("--use_wandb needs the package wandb: pip install wandb")
     assert refusal(use_tensorboard="tb").startswith("--use_tensorboard needs the package tensorboard")
     assert refusal(engine="vllm").startswith("--engine vllm needs the package vllm")
+    assert refusal(lora_rank=8).startswith("--lora_rank needs the package peft: pip install peft")
     validate(engine="auto")
 
 
