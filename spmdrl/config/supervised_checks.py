@@ -42,12 +42,6 @@ def check_rendering(config: SupervisedConfig) -> None:
     has_template = values["input_template"] not in (None, flags["input_template"].default)
     if has_template and values["apply_chat_template"]:
         raise UserError("--input_template and --apply_chat_template both shape the prompt; give one of them")
-    is_text = not values["apply_chat_template"] and not values.get("pretrain_mode")
-    if "output_key" in values and values["output_key"] is None and is_text:
-        plain = ", --pretrain_mode for plain texts" if "pretrain_mode" in values else ""
-        raise UserError(
-            f"--output_key is missing, the column with the response{plain}; conversations take --apply_chat_template"
-        )
     if values.get("multiturn") and not values["apply_chat_template"]:
         raise UserError("--multiturn learns the turns of the chat template: add --apply_chat_template")
     if values.get("multiturn") and values["output_key"] != flags["output_key"].default:
@@ -63,13 +57,24 @@ def check_rendering(config: SupervisedConfig) -> None:
                 raise UserError(f"--pretrain_mode learns plain texts as they are: leave --{name} out")
 
 
-def check_surroundings(config: SupervisedConfig, world_size: int) -> None:
+def check_required(config: SupervisedConfig) -> None:
     if not config.model.pretrain:
         raise UserError("--pretrain is missing: the Hugging Face directory or hub name of the model to train")
     if not config.data.dataset:
         raise UserError("--dataset is missing: a file, directory or hub name with rows to train on")
     if "teacher_model" in config.other_models and not config.other_models["teacher_model"]:
         raise UserError("--teacher_model is missing: the directory or hub name of the model to learn from")
+    values = values_of(config)
+    is_text = not values["apply_chat_template"] and not values.get("pretrain_mode")
+    if "output_key" in values and values["output_key"] is None and is_text:
+        plain = ", --pretrain_mode for plain texts" if "pretrain_mode" in values else ""
+        raise UserError(
+            f"--output_key is missing, the column with the response{plain}; conversations take --apply_chat_template"
+        )
+
+
+def check_surroundings(config: SupervisedConfig, world_size: int) -> None:
+    check_required(config)
     preflight.check_packages(config)
     models = {"pretrain": config.model.pretrain} | {flag: name for flag, name in config.other_models.items() if name}
     preflight.check_models(models)

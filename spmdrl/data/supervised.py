@@ -332,7 +332,7 @@ class SupervisedSet:
         reasons = [f"{count} {reason}" for reason, count in sorted(self.dropped.items())]
         dropped = f" ({', '.join(reasons)} dropped)" if reasons else ""
         cut = f"; {self.num_cut} of {self.num_sequences} sequences cut at --max_len {self.max_len}"
-        return f"{len(self)} rows from {self._rows.name}{dropped}{cut if self.num_cut else ''}"
+        return f"{len(self)} row{'s' * (len(self) != 1)} from {self._rows.name}{dropped}{cut if self.num_cut else ''}"
 
 
 def build_set(

@@ -26,10 +26,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature, with_entropy):
         # Filled in place: a small tensor kept between two large ones would keep the host's heap from being reused.
-        log_probs = torch.zeros(len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
+        log_probs = torch.zeros(len(hidden), dtype=wide(hidden.dtype), device=hidden.device)
         entropy = torch.zeros_like(log_probs)
-        for rows in _slices(len(hidden), weight, CHUNK_LOGITS):
-            log_p = _log_softmax(hidden[rows], weight, bias, temperature)
+        for rows in logit_slices(len(hidden), weight, CHUNK_LOGITS):
+            log_p = head_log_softmax(hidden[rows], weight, bias, temperature)
             log_probs[rows] = log_p.gather(-1, labels[rows, None])[:, 0]
             if with_entropy:
                 entropy[rows] = _entropy(log_p)
@@ -45,10 +45,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = None  # of a head that is frozen
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=_wide(bias.dtype))
+            grad_weight = torch.zeros(weight.shape, dtype=wide(weight.dtype), device=weight.device)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide(bias.dtype))
         use_entropy = ctx.with_entropy and bool(grad_entropy.any())
-        for rows in _slices(len(hidden), weight, BLOCK_LOGITS):
+        for rows in logit_slices(len(hidden), weight, BLOCK_LOGITS):
             grad = _grad_logits(
                 hidden[rows],
                 weight,
@@ -60,7 +60,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             )
             grad_hidden[rows] = grad @ weight
             if grad_weight is not None:
-                _add_product(grad_weight, grad.t(), hidden[rows])
+                add_product(grad_weight, grad.t(), hidden[rows])
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
@@ -79,8 +79,8 @@ def _grad_logits(
 ) -> Tensor:
     """(N, V) in the dtype of `hidden`: the gradient of the logits before the temperature, made a chunk at a time."""
     out = hidden.new_empty(len(hidden), weight.shape[0])
-    for rows in _slices(len(hidden), weight, CHUNK_LOGITS):
-        grad = _log_softmax(hidden[rows], weight, bias, temperature)
+    for rows in logit_slices(len(hidden), weight, CHUNK_LOGITS):
+        grad = head_log_softmax(hidden[rows], weight, bias, temperature)
         log_p = None if grad_entropy is None else grad.clone()
         grad = grad.exp_()
         if grad_entropy is None or log_p is None:
@@ -93,7 +93,7 @@ def _grad_logits(
     return out
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, whose dtype may be narrower."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -101,20 +101,20 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def _slices(num_rows: int, weight: Tensor, max_logits: dict[str, int]) -> list[slice]:
+def logit_slices(num_rows: int, weight: Tensor, max_logits: dict[str, int]) -> list[slice]:
     """Slices over rows whose logits stay within the device's limit; one empty slice for no rows."""
     size = max(1, max_logits.get(weight.device.type, max_logits["cuda"]) // weight.shape[0])
     return [slice(start, start + size) for start in range(0, max(num_rows, 1), size)]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def head_log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """(N, H) -> (N, V) in fp32 or more; a logit of -inf gives -1e30, whose probability is 0 without making NaN."""
     logits = F.linear(hidden, weight, bias)
-    logits = logits.to(_wide(logits.dtype))
+    logits = logits.to(wide(logits.dtype))
     if temperature != 1.0:
         logits /= temperature
     logits -= logits.logsumexp(dim=-1, keepdim=True)

@@ -83,7 +83,7 @@ class SFT:
         return metrics
 
 
-def load_policy(config: SupervisedConfig, setting: Setting) -> Actor:
+def load_policy(config: SupervisedConfig, setting: Setting, wrap: type[Actor] = Actor) -> Actor:
     """The causal LM of --pretrain, as it is to be trained."""
     strategy = setting.strategy
     with strategy.loading():
@@ -91,7 +91,7 @@ def load_policy(config: SupervisedConfig, setting: Setting) -> Actor:
     check_vocabulary(model, setting.num_tokens, f"--pretrain {config.model.pretrain}")
     add_lora(model, config.lora, seed=config.seed)
     enable_checkpointing(model, config.model)
-    return Actor(model, packs=config.data.packing_samples)
+    return wrap(model, packs=config.data.packing_samples)
 
 
 def check_vocabulary(model: Any, num_tokens: int, source: str) -> None:
