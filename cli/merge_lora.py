@@ -9,8 +9,11 @@ from spmdrl.errors import UserError
 if __name__ == "__main__":
     config = parse_config(MergeLoraConfig)
     from spmdrl.models.merge import merge_lora
+    from spmdrl.quiet import quiet_libraries
 
+    quiet_libraries(is_main=True)
     try:
         merge_lora(config)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)

@@ -49,7 +49,7 @@ def test_every_module_imports_and_what_is_missing_is_named_when_asked_for(tmp_pa
 def test_help_needs_none_of_them(script):
     done = run_python(str(script), "--help")
     assert done.returncode == 0, done.stderr
-    assert "--pretrain" in done.stdout
+    assert done.stdout.startswith("usage: ")
 
 
 @pytest.mark.slow

@@ -1,6 +1,9 @@
 """Adapters beside frozen weights: what is trained, what the reference and the engine get, and what is saved."""
 
 import json
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from spmdrl.models.tokenizer import load_tokenizer
 from spmdrl.models.value_head import load_value_model
 from spmdrl.trainer.build import enable_checkpointing
 from spmdrl.trainer.export import hf_config_to_save, save_hf
+from tests.launched import ROOT
 from tests.models.test_value_head import add_weights
 from tests.tiny import make_model
 
@@ -244,3 +248,23 @@ def test_what_does_not_belong_together_is_not_merged(tmp_path):
     with pytest.raises(UserError, match="cannot load an adapter and its base"):
         merge(folder, tmp_path / "merged", model_path=narrow)
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.slow
+def test_the_script_merges_and_says_in_one_line_what_is_wrong(tmp_path):
+    path, folder = make_model(tmp_path / "model"), tmp_path / "adapter"
+    model = with_lora(path)
+    save(Actor(model), path, folder)
+    command = [sys.executable, str(ROOT / "cli" / "merge_lora.py"), "--output_path", "merged", "--lora_path"]
+    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    done = run([*command, "adapter"])
+    assert done.returncode == 0, done.stderr
+    merged = load(str(tmp_path / "merged"))
+    torch.testing.assert_close(merged(SEQUENCES).logits, model(SEQUENCES).logits, atol=1e-5, rtol=1e-5)
+    for words, message in (
+        (["model"], "error: --lora_path model: there is no adapter_config.json in it\n"),
+        (["adapter", "--model_path", "no/such/model"], "error: --model_path no/such/model: no such directory\n"),
+        (["adapter", "--is_rm"], "error: --lora_path adapter is that of a causal LM: drop --is_rm\n"),
+    ):
+        failed = run([*command, *words])
+        assert (failed.returncode, failed.stderr) == (2, message)
