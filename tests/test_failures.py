@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from spmdrl.launch import free_port
 from tests.launched import BIN, TRAIN, Launched, launch, slurm_tasks, start_by_hand, tiny_flags, torchrun
 
 pytestmark = pytest.mark.slow
@@ -41,7 +43,9 @@ def assert_one_reason(run: Launched, tmp_path: Path, failed: int, reason: str, c
     assert run.code != 0, run.out
     assert run.ended_at - float((tmp_path / "failed_at").read_text()) < LIMIT_S, run.out
     assert len(run.lines(f"[rank {failed}] ", reason)) == 1, run.out
-    assert len(run.lines(f"[rank {other}] stopped in ", f": rank {failed} failed in reward: ", reason)) == 1, run.out
+    assert (
+        len(run.lines(f"[rank {other}] stopped in ", f": rank {failed} failed in reward of step 1: ", reason)) == 1
+    ), run.out
     assert len(run.lines(code or reason)) >= 1, run.out
 
 
@@ -65,6 +69,59 @@ def test_a_bad_reward_on_one_rank_without_a_launcher(folder, tmp_path):
     assert [run.code for run in runs] == [2, 2], runs[0].out
     assert_one_reason(runs[0], tmp_path, 1, "returned nan for row ")
     assert "Traceback" not in runs[0].out
+
+
+BROKEN = """
+from spmdrl.rollout.hf_engine import HFEngine
+from spmdrl.tracking import Tracker
+import os, pathlib, time
+
+def reward_func(queries, prompts, labels, **columns):
+    return [0.5] * len(queries)
+
+def broken(*args, **options):
+    pathlib.Path(r"{failed_at}").write_text(str(time.time()))
+    {fails}
+
+if os.environ["RANK"] == "{rank}":
+    {where} = broken
+"""
+
+
+@pytest.mark.parametrize(
+    ("failed", "where", "fails", "phase"),
+    [
+        (1, "HFEngine._generate_batch", "raise RuntimeError('the engine is gone')", "generate of step 1"),
+        (0, "Tracker.log", "raise OSError(28, 'No space left on device')", "train of step 1"),
+    ],
+    ids=["engine", "logging"],
+)
+def test_whatever_raises_the_phase_and_step_are_named_and_the_port_is_free(
+    folder, tmp_path, failed, where, fails, phase
+):
+    reward, port = tmp_path / "broken.py", free_port()
+    at = tmp_path / "failed_at"
+    reward.write_text(BROKEN.format(rank=failed, where=where, fails=fails, failed_at=at))
+    flags = tiny_flags(folder, save_path=tmp_path / "out", remote_rm_url=reward)
+    run = launch(torchrun("--master_port", str(port), TRAIN, *flags), tmp_path / "log")
+    assert run.code != 0 and run.ended_at - float(at.read_text()) < LIMIT_S, run.out
+    assert len(run.lines(f"[rank {failed}] failed in {phase}: ")) == 1, run.out
+    assert len(run.lines(f"[rank {1 - failed}] stopped in ", f": rank {failed} failed in {phase}: ")) == 1, run.out
+    assert len(run.lines("in broken")) == 1, run.out
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_a_reward_function_that_never_returns_ends_by_phase_timeout(folder, tmp_path):
+    reward = bad_reward(tmp_path, 1, "time.sleep(1000)")
+    flags = tiny_flags(folder, save_path=tmp_path / "out", remote_rm_url=reward, phase_timeout=5)
+    run = launch(torchrun(TRAIN, *flags), tmp_path / "log")
+    assert run.code != 0
+    assert run.ended_at - float((tmp_path / "failed_at").read_text()) < 6 + LIMIT_S, run.out
+    assert len(run.lines("bad_reward.py", "in reward_func")) == 1, run.out
+    for rank in range(2):
+        words = (f"[rank {rank}] ", " in reward of step 1: ", "no rank has made progress for ", "--phase_timeout 5")
+        assert len(run.lines(*words)) == 1, run.out
 
 
 def test_a_rank_killed_while_the_others_generate(folder, tmp_path):

@@ -26,6 +26,11 @@ def beats() -> int:
     return _beats
 
 
+def in_step() -> bool:
+    """Whether the first step has begun."""
+    return _step > 0
+
+
 def where() -> str:
     """ "start-up", or "reward of step 7"."""
     return f"{_phase} of step {_step}" if _step else _phase
