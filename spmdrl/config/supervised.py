@@ -14,6 +14,7 @@ from spmdrl.config.sections import (
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
+    StoppingConfig,
     TrackingConfig,
     ZeroConfig,
 )
@@ -181,6 +182,7 @@ class SupervisedConfig:
     optim: SupervisedOptimConfig = field(default_factory=SupervisedOptimConfig)
     deepspeed: ZeroConfig = field(default_factory=ZeroConfig)
     eval: HeldOutConfig = field(default_factory=HeldOutConfig)
+    stopping: StoppingConfig = field(default_factory=StoppingConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     seed: int = 42
@@ -211,6 +213,7 @@ class SFTConfig(SupervisedConfig):
     data: TextDataConfig = field(default_factory=TextDataConfig)
     optim: SupervisedOptimConfig = field(default_factory=partial(SupervisedOptimConfig, max_epochs=2))
     tracking: TrackingConfig = field(default_factory=partial(TrackingConfig, wandb_project="spmdrl_train_sft"))
+    checkpoint: CheckpointConfig = field(default_factory=partial(CheckpointConfig, ckpt_path="./ckpt/checkpoints_sft"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +229,7 @@ class RMConfig(SupervisedConfig):
         default_factory=partial(SupervisedOptimConfig, micro_train_batch_size=1, learning_rate=9e-6)
     )
     tracking: TrackingConfig = field(default_factory=partial(TrackingConfig, wandb_project="spmdrl_train_rm"))
+    checkpoint: CheckpointConfig = field(default_factory=partial(CheckpointConfig, ckpt_path="./ckpt/checkpoints_rm"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +243,7 @@ class DPOConfig(SupervisedConfig):
     dpo: DPOLossConfig = field(default_factory=DPOLossConfig)
     optim: SupervisedOptimConfig = field(default_factory=partial(SupervisedOptimConfig, learning_rate=1e-5))
     tracking: TrackingConfig = field(default_factory=partial(TrackingConfig, wandb_project="spmdrl_train_dpo"))
+    checkpoint: CheckpointConfig = field(default_factory=partial(CheckpointConfig, ckpt_path="./ckpt/checkpoints_dpo"))
 
     @property
     def other_models(self) -> dict[str, str | None]:
@@ -256,6 +261,7 @@ class KTOConfig(SupervisedConfig):
     kto: KTOLossConfig = field(default_factory=KTOLossConfig)
     optim: SupervisedOptimConfig = field(default_factory=partial(SupervisedOptimConfig, learning_rate=1e-5))
     tracking: TrackingConfig = field(default_factory=partial(TrackingConfig, wandb_project="spmdrl_train_kto"))
+    checkpoint: CheckpointConfig = field(default_factory=partial(CheckpointConfig, ckpt_path="./ckpt/checkpoints_kto"))
 
     @property
     def other_models(self) -> dict[str, str | None]:
@@ -272,6 +278,7 @@ class KDConfig(SupervisedConfig):
     data: TextDataConfig = field(default_factory=partial(TextDataConfig, output_key="output"))
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     tracking: TrackingConfig = field(default_factory=partial(TrackingConfig, wandb_project="spmdrl_train_kd"))
+    checkpoint: CheckpointConfig = field(default_factory=partial(CheckpointConfig, ckpt_path="./ckpt/checkpoints_kd"))
 
     @property
     def other_models(self) -> dict[str, str | None]:

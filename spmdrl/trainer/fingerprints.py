@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from spmdrl.config import to_flat_dict
 
-MODELS = ("pretrain", "critic_pretrain", "reward_pretrain", "teacher_model")
+MODELS = ("pretrain", "critic_pretrain", "reward_pretrain", "ref_pretrain", "teacher_model")
 FILES = ("reward_func", "remote_rm_url", "tokenizer_chat_template")
 WEIGHTS, TEXTS = (".safetensors", ".bin", ".gguf"), (".json", ".jinja", ".model", ".txt", ".py")
 NUM_BLOCKS, BLOCK_BYTES = 32, 2**16

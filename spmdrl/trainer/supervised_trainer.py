@@ -14,7 +14,8 @@ from spmdrl.config import DeepSpeedConfig, save_config, to_flat_dict
 from spmdrl.config.supervised import SupervisedConfig
 from spmdrl.data.sampler import PromptSampler, SamplerNames
 from spmdrl.data.supervised import SupervisedSet, build_set, load_eval_rows, load_train_rows, make_shape
-from spmdrl.distributed import comm, guard
+from spmdrl.distributed import comm, guard, preemption
+from spmdrl.distributed.engine_state import EngineState
 from spmdrl.distributed.strategy import Strategy, compute_dtype
 from spmdrl.experience import Sample
 from spmdrl.models.loading import checkpoint_eos_token_ids
@@ -22,8 +23,11 @@ from spmdrl.models.tokenizer import load_tokenizer, pad_token_apart_from
 from spmdrl.quiet import quiet_libraries
 from spmdrl.tracking import Tracker
 from spmdrl.trainer.build import seed_everything
+from spmdrl.trainer.checkpoint import Shards
 from spmdrl.trainer.export import hf_config_to_save, save_hf
+from spmdrl.trainer.fingerprints import describe
 from spmdrl.trainer.objectives import Objective, Setting, row_chunks
+from spmdrl.trainer.saving import Saver
 from spmdrl.trainer.update import Metrics, add_metrics, optimizer_step
 
 NAMES = SamplerNames(rows="rows", batch="--train_batch_size", episodes="--max_epochs")
@@ -53,12 +57,14 @@ class SupervisedTrainer:
         self.eval_every = self.sampler.steps_per_episode if every == -1 else every
         for line in self._description():
             comm.say(line)
+        self.saver = Saver(self, config.checkpoint, describe(config, dataset=self.train_set))
         self.tracker = Tracker(
             config.tracking,
             save_path=config.checkpoint.save_path,
             run_config=to_flat_dict(config),
             is_main=comm.is_main(),
             total_steps=self.total_steps,
+            resume_step=self.saver.resume_step,
             program=config.program,
         )
         self.dtype = compute_dtype(config.model.bf16)
@@ -76,6 +82,7 @@ class SupervisedTrainer:
         )
         self.step = 0  # optimizer steps taken
         self.eval_metrics: dict[str, float] = {}  # of the last evaluation
+        self.saver.restore()
         if comm.is_main():
             save_config(config, Path(config.checkpoint.save_path, "config.yaml"))
 
@@ -106,14 +113,16 @@ class SupervisedTrainer:
 
     # ---- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> None:
-        for rows in self.sampler:
-            samples = self.train_set.samples(rows)  # all ranks', of which each takes its micro-batches
-            metrics = self.train(samples)
-            self.step += 1
-            self.tracker.log(metrics, self.step)
-            if self.eval_set is not None and (self.step % self.eval_every == 0 or self.step == self.total_steps):
-                self.evaluate(self.eval_set)
-        self.save()
+        with self.saver.saved_when_stopped():
+            preemption.safe_point()  # from here on a signal is answered with a checkpoint
+            for rows in self.sampler:
+                guard.set_step(self.step + 1)
+                samples = self.train_set.samples(rows)  # all ranks', of which each takes its micro-batches
+                metrics = self.train(samples)
+                self.finish_step(metrics)  # evaluation, logs, checkpoint
+            self.saver.finish()
+            with self.phase("save"):
+                self.export(Path(self.config.checkpoint.save_path), "--save_path")
         self.tracker.close()
 
     def train(self, samples: Sequence[Sample]) -> dict[str, float]:
@@ -128,8 +137,20 @@ class SupervisedTrainer:
         metrics |= {"train/grad_norm": grad_norm, "train/lr": self.engine.get_lr()[0]}
         return metrics | {"perf/train_tokens_per_s": num_tokens / max(progress.seconds, 1e-9)}
 
-    def evaluate(self, rows: SupervisedSet) -> None:
-        """Log the metrics of all held-out rows, as if they were one step."""
+    def finish_step(self, metrics: dict[str, float]) -> None:
+        step = self.step + 1
+        self.tracker.log(metrics, step)
+        if self.eval_set is not None and (step % self.eval_every == 0 or step == self.total_steps):
+            self.eval_metrics = self.evaluate(self.eval_set)
+            self.tracker.log(self.eval_metrics, step)
+            self.saver.keep_best(step, -self.eval_metrics["eval/loss"])
+        self.step = step
+        self.saver.settle()
+        with self.phase("save"):
+            self.saver.save_if_due()
+
+    def evaluate(self, rows: SupervisedSet) -> dict[str, float]:
+        """The metrics of all held-out rows, as if they were one step. A collective."""
         counts, totals = self.objective.counts(rows), dict[str, torch.Tensor]()
         self.engine.eval()
         with self.phase("evaluate", len(rows)) as progress, torch.no_grad():
@@ -139,8 +160,7 @@ class SupervisedTrainer:
                         add_metrics(totals, part.loss(self.engine, exp, counts)[1])
                 progress.update(len(samples) // rows.group_size)
         self.engine.train()
-        self.eval_metrics = self._over_ranks(totals, "eval")
-        self.tracker.log(self.eval_metrics, self.step)
+        return self._over_ranks(totals, "eval")
 
     def _over_ranks(self, metrics: Metrics, prefix: str) -> dict[str, float]:
         """Sums over ranks of metrics that are divided by counts of all ranks, under their logged names."""
@@ -150,25 +170,41 @@ class SupervisedTrainer:
         plain = {name.removeprefix("step/"): total for name, total in zip(names, totals, strict=True)}
         return {f"{prefix}/{name}": value for name, value in self.objective.summary(plain).items()}
 
-    def save(self) -> None:
-        model, objective = self.config.model, self.objective
-        with self.phase("save"):
-            labels = {} if objective.num_labels is None else {"num_labels": objective.num_labels}
-            own = hf_config_to_save(str(model.pretrain), model, dtype=self.dtype, **labels)
-            tokenizer = self.tokenizer
-            if objective.num_labels is not None:
-                tokenizer = copy.deepcopy(tokenizer)
-                own.get_text_config().pad_token_id = pad_token_apart_from(tokenizer, self.end_ids)
-                for name, value in self._reward_statistics().items():
-                    setattr(own, name, value)
-            prefix = objective.value_head_prefix
-            folder = self.config.checkpoint.save_path
-            save_hf(self.engine, tokenizer, folder, hf_config=own, value_head_prefix=prefix)
+    def export(self, folder: Path, flag: str) -> None:
+        """The trained model. A reward model's config has the statistics of the last evaluation."""
+        model, objective, tokenizer = self.config.model, self.objective, self.tokenizer
+        labels = {} if objective.num_labels is None else {"num_labels": objective.num_labels}
+        own = hf_config_to_save(str(model.pretrain), model, dtype=self.dtype, **labels)
+        if objective.num_labels is not None:
+            tokenizer = copy.deepcopy(tokenizer)
+            own.get_text_config().pad_token_id = pad_token_apart_from(tokenizer, self.end_ids)
+            for name, value in self._reward_statistics().items():
+                setattr(own, name, value)
+        prefix = objective.value_head_prefix
+        save_hf(self.engine, tokenizer, folder, hf_config=own, value_head_prefix=prefix, flag=flag)
 
     def _reward_statistics(self) -> dict[str, float]:
         """Mean and standard deviation of the held-out scores, under OpenRLHF's names in a config."""
         names = {"mean": "eval/reward_mean", "std": "eval/reward_std"}
         return {name: self.eval_metrics[metric] for name, metric in names.items() if metric in self.eval_metrics}
+
+    # ---- what is saved (trainer/saving.py) -------------------------------------------------------------------------
+    @property
+    def updates(self) -> int:
+        return 0  # a step is one optimizer step: there is none in the middle of it
+
+    def shards(self) -> dict[str, Shards]:
+        return {"model": EngineState(self.engine)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "sampler": self.sampler.state_dict(), "eval_metrics": self.eval_metrics}
+
+    def work_state(self) -> tuple[Any, Any]:
+        return None, None
+
+    def load_state_dict(self, state: dict[str, Any], work: Any, work_of_ranks: list[Any]) -> None:
+        self.step, self.eval_metrics = state["step"], state["eval_metrics"]
+        self.sampler.load_state_dict(state["sampler"])
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Any]:
@@ -185,4 +221,4 @@ def main(config: SupervisedConfig, objective: Objective) -> None:
         quiet_libraries(is_main=comm.is_main())
         SupervisedTrainer(config, objective).fit()
 
-    guard.run(program, config.deepspeed.local_rank)
+    guard.run(program, config.deepspeed.local_rank, config.stopping)
