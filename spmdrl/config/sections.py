@@ -12,25 +12,35 @@ from spmdrl.config.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class LoadConfig:
     """Model and tokenizer."""
 
     pretrain: str | None = None
-    """Policy to start from: a Hugging Face directory or hub name. The reference model is a frozen copy of it."""
+    """Model: a Hugging Face directory or hub name."""
     bf16: bool | None = None
-    """Train and score in bfloat16. Left out: bfloat16 where the device computes in it, otherwise fp32."""
+    """Compute in bfloat16. Left out: bfloat16 where the device computes in it, otherwise fp32."""
     attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
     """Attention kernel; auto takes flash_attention_2 where installed, otherwise sdpa."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
-    gradient_checkpointing_use_reentrant: bool = False
-    """Use torch's older reentrant checkpointing."""
     trust_remote_code: bool = False
     """Run model code that a checkpoint brings along."""
     disable_fast_tokenizer: bool = False
     """Use the slow (Python) tokenizer."""
     tokenizer_chat_template: str | None = None
     """Chat template (Jinja text, or a file with it) that replaces the tokenizer's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(LoadConfig):
+    """Model and tokenizer."""
+
+    pretrain: str | None = None
+    """Policy to start from: a Hugging Face directory or hub name. The reference model is a frozen copy of it."""
+    bf16: bool | None = None
+    """Train and score in bfloat16. Left out: bfloat16 where the device computes in it, otherwise fp32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    gradient_checkpointing_use_reentrant: bool = False
+    """Use torch's older reentrant checkpointing."""
 
 
 @dataclass(frozen=True, kw_only=True)

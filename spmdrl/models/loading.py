@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config import ModelConfig
+from spmdrl.config import LoadConfig
 from spmdrl.errors import UserError
 
 # Heads that do more than a linear product: log-probs from LogProbHead would be wrong, so they are refused.
@@ -27,7 +27,7 @@ def attention_kernel(wanted: str) -> str:
     return wanted
 
 
-def load_causal_lm(config: ModelConfig, *, dtype: torch.dtype, flag: str = "--pretrain", **options: Any) -> Any:
+def load_causal_lm(config: LoadConfig, *, dtype: torch.dtype, flag: str = "--pretrain", **options: Any) -> Any:
     """The causal LM of `config.pretrain`, which `flag` named, in `dtype`; `options` are of `from_pretrained`.
 
     Raises UserError for a folder that is missing, damaged or not a causal LM.
@@ -75,7 +75,7 @@ def reading(source: str, what: str) -> Iterator[None]:
         raise UserError(f"{source}: cannot load {what}: {type(error).__name__}: {reason}") from error
 
 
-def read_hf_config(name: str | None, config: ModelConfig, **changes: Any) -> Any:
+def read_hf_config(name: str | None, config: LoadConfig, **changes: Any) -> Any:
     """The checkpoint's configuration. Dropout is switched off: a policy ratio needs the same function twice."""
     from transformers import AutoConfig
 
@@ -86,7 +86,7 @@ def read_hf_config(name: str | None, config: ModelConfig, **changes: Any) -> Any
     return hf_config
 
 
-def loading_options(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def loading_options(hf_config: Any, config: LoadConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Arguments of `from_pretrained`."""
     return {
         "config": hf_config,
@@ -96,7 +96,7 @@ def loading_options(hf_config: Any, config: ModelConfig, dtype: torch.dtype) -> 
     }
 
 
-def checkpoint_weight_names(config: ModelConfig) -> list[str]:
+def checkpoint_weight_names(config: LoadConfig) -> list[str]:
     """Names of the weights of `--pretrain`, tied ones once, without loading any."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -111,7 +111,7 @@ def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
     return _end_ids(model.generation_config, tokenizer)
 
 
-def checkpoint_eos_token_ids(config: ModelConfig, tokenizer: Any) -> list[int]:
+def checkpoint_eos_token_ids(config: LoadConfig, tokenizer: Any) -> list[int]:
     """The same for `--pretrain`, without loading its weights."""
     from transformers import GenerationConfig
 

@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 from spmdrl.errors import UserError
 
 if TYPE_CHECKING:
-    from spmdrl.config import ModelConfig
+    from spmdrl.config import LoadConfig
 
 logger = logging.getLogger(__name__)
 
 
-def load_tokenizer(config: "ModelConfig", flag: str = "--pretrain") -> Any:
+def load_tokenizer(config: "LoadConfig", flag: str = "--pretrain") -> Any:
     """The tokenizer of `--pretrain`, with a pad token and, if the flag is given, another chat template; `flag` is what
     errors call the model.
 

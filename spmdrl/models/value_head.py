@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.config import ModelConfig
+from spmdrl.config import LoadConfig
 from spmdrl.errors import UserError
 from spmdrl.models.loading import load_whole, loading_options, read_hf_config, reading
 from spmdrl.models.packing import hidden_states
@@ -96,7 +96,7 @@ class RewardModel(nn.Module):
 
 def load_value_model(
     name: str,
-    config: ModelConfig,
+    config: LoadConfig,
     *,
     flag: str,
     value_head_prefix: str,
@@ -113,7 +113,7 @@ def load_value_model(
 
 def load_reward_model(
     name: str,
-    config: ModelConfig,
+    config: LoadConfig,
     *,
     flag: str,
     value_head_prefix: str,
@@ -137,7 +137,7 @@ def load_reward_model(
 
 def load_classifier(
     name: str,
-    config: ModelConfig,
+    config: LoadConfig,
     *,
     flag: str,
     value_head_prefix: str,
