@@ -30,6 +30,7 @@ def check_flags(config: PPOConfig) -> None:
     check_hardware(config)
     check_role_stages(config)
     check_evaluation(config)
+    check_anomaly(config)
 
 
 Range = tuple[Callable[[Any], bool], str]  # whether a value is in it, and what it is called
@@ -60,7 +61,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("actor_learning_rate", "critic_learning_rate"), _NOT_NEGATIVE),
     **dict.fromkeys(("eps_clip", "value_clip", "kl_target", "rollout_token_cap", "remote_rm_timeout"), _POSITIVE),
     **dict.fromkeys(("sapo_tau_pos", "sapo_tau_neg"), _POSITIVE),
-    **dict.fromkeys(("gamma", "lambd", "lr_warmup_ratio", "min_lr_ratio"), _SHARE),
+    **dict.fromkeys(("gamma", "lambd", "lr_warmup_ratio", "min_lr_ratio", "ema_beta"), _SHARE),
     **dict.fromkeys(("reward_clip_range", "rollout_correction_range", "dynamic_filtering_range"), _ASCENDING),
     "eval_steps": (lambda x: x == -1 or x >= 1, "-1 (never) or at least 1"),
     "eval_temperature": _NOT_NEGATIVE,
@@ -158,7 +159,7 @@ def check_critic(config: PPOConfig) -> None:
             )
 
 
-def check_rewards(config: PPOConfig) -> None:
+def check_rewards(config: Any) -> None:
     reward, given = config.reward, len(config.reward.reward_weights)
     if given and given != reward.num_sources:
         raise UserError(
@@ -233,6 +234,7 @@ def check_unread_settings(config: PPOConfig) -> None:
 # A setting on the left changes nothing unless the flag on the right is given.
 NEEDS = {
     "kl_horizon": "kl_target",
+    "ema_beta": "enable_ema",
     **dict.fromkeys(("pretrain_data_probs", "pretrain_split", "pretrain_key", "ptx_coef"), "pretrain_data"),
     "overlong_penalty_factor": "overlong_buffer_len",
     **dict.fromkeys(("eval_split", "eval_temperature", "eval_n_samples_per_prompt", "eval_on_start"), "eval_dataset"),
@@ -255,7 +257,7 @@ def check_needs(config: Any, needs: Mapping[str, str] = NEEDS) -> None:
         )
 
 
-def check_template(config: PPOConfig) -> None:
+def check_template(config: Any) -> None:
     if config.data.input_template is not None and config.data.apply_chat_template:
         raise UserError("--input_template and --apply_chat_template both shape the prompt; give one of them")
 
@@ -278,6 +280,12 @@ def check_role_stages(config: PPOConfig) -> None:
         raise UserError("--adam_offload needs --critic_zero_stage 1, 2 or 3, got 0")
     if config.lora.load_in_4bit and deepspeed.critic_zero_stage == 3:
         raise UserError("--load_in_4bit with --critic_zero_stage 3: packed weights are not sharded; take 2")
+
+
+def check_anomaly(config: PPOConfig) -> None:
+    saves = config.checkpoint.save_steps > 0 and not config.checkpoint.disable_ds_ckpt
+    if config.anomaly.on_anomaly == "rollback" and not saves:
+        raise UserError("--on_anomaly rollback goes back to a checkpoint: give --save_steps N, without --disable_ds_ckpt")
 
 
 def check_evaluation(config: PPOConfig) -> None:

@@ -19,6 +19,7 @@ from spmdrl.errors import UserError
 
 if TYPE_CHECKING:
     from spmdrl.config.ppo import PPOConfig
+    from spmdrl.config.sections import RewardConfig
 
 GENERATION = "generation_config.json"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
@@ -59,7 +60,7 @@ def check_packages(config: Any) -> None:
             raise UserError(f"--{flag} needs the package {package}: pip install {package}, or leave the flag out")
 
 
-def check_engine(config: PPOConfig) -> None:
+def check_engine(config: Any) -> None:
     if config.rollout.engine == "vllm" and not is_installed("vllm"):
         raise UserError("--engine vllm needs the package vllm: install it, or sample with --engine hf")
 
@@ -93,14 +94,18 @@ def check_files(config: PPOConfig) -> None:
             "eval_dataset": config.eval.eval_dataset,
         }
     )
-    for name in config.reward.models:
-        check_models({"reward_pretrain": name})
-    if not config.reward.servers:
-        check_reward_file("remote_rm_url", config.reward.remote_rm_url)
-    for spec in config.reward.reward_func:
-        check_reward_file("reward_func", spec)
+    check_reward_sources(config.reward)
     check_save_path(config.checkpoint.save_path)
     check_save_path(config.checkpoint.ckpt_path, "ckpt_path")
+
+
+def check_reward_sources(reward: RewardConfig) -> None:
+    for name in reward.models:
+        check_models({"reward_pretrain": name})
+    if not reward.servers:
+        check_reward_file("remote_rm_url", reward.remote_rm_url)
+    for spec in reward.reward_func:
+        check_reward_file("reward_func", spec)
 
 
 def check_models(names: Mapping[str, str]) -> None:
@@ -162,7 +167,7 @@ def check_ranks(config: Any, world_size: int) -> None:
             )
 
 
-def check_heads(config: PPOConfig, model_config: dict[str, Any], world_size: int) -> None:
+def check_heads(config: Any, model_config: dict[str, Any], world_size: int) -> None:
     size, heads = config.rollout.vllm_tensor_parallel_size, _first(model_config, "num_attention_heads", "n_head")
     if heads and heads % size:
         valid = [d for d in divisors(world_size) if heads % d == 0]

@@ -6,19 +6,21 @@ from typing import Any
 # Flags that change nothing about what is learned, or no more than rounding does, as other micro-batches or ranks do.
 HARMLESS = {
     # where output goes and how often
-    *("save_path", "logging_steps", "use_wandb", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"),
+    *("save_path", "output_path", "logging_steps"),
+    *("use_wandb", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"),
     *("use_tensorboard", "save_value_network"),
     *("save_steps", "save_hf_ckpt", "disable_ds_ckpt", "ckpt_path", "max_ckpt_num", "max_ckpt_mem"),
     *("eval_steps", "eval_on_start", "eval_dataset", "eval_split"),
     *("eval_temperature", "eval_n_samples_per_prompt"),
     # where tensors lie and how work is cut up
-    *("zero_stage", "ref_reward_zero_stage", "adam_offload", "zpg", "overlap_comm", "ref_reward_offload"),
+    *("zero_stage", "critic_zero_stage", "ref_reward_zero_stage", "adam_offload", "zpg", "overlap_comm", "ref_reward_offload"),
     *("micro_train_batch_size", "micro_rollout_batch_size", "sync_bucket_mb", "packing_samples"),
     *("gradient_checkpointing", "gradient_checkpointing_use_reentrant", "attention", "full_determinism"),
     *("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enable_sleep"),
     *("enable_prefix_caching", "enforce_eager", "verify_weight_sync", "remote_rm_timeout"),
     # what only guards the run, or is set by launchers
     *("phase_timeout", "time_limit_margin_s", "anomaly_ignore", "trust_remote_code"),
+    *("on_anomaly", "anomaly_spike_factor", "anomaly_min_entropy"),
 }
 UNMENTIONED = {"load_checkpoint", "allow_config_change", "local_rank"}
 # A schedule over a fixed number of steps changes with the number of steps.

@@ -86,6 +86,10 @@ class PromptDataset(Sequence[Prompt]):
         cell = row[self._config.input_key]
         return Prompt(row=index, prompt=self._texts[index], prompt_ids=ids, label=label, columns=columns, cell=cell)
 
+    def source_row(self, index: int) -> Row:
+        """The row that prompt `index` was made of, every column in its place."""
+        return self._rows[self._kept[index]]
+
     def describe(self) -> str:
         """One line: how many prompts from where, and how many were dropped and why."""
         return f"{len(self)} prompts from {self._rows.name}{self._dropped()}"

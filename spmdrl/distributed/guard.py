@@ -56,7 +56,7 @@ def run(program: Callable[[], None], local_rank_flag: int = -1, stopping: Stoppi
         _leave(0)
     except Preempted as error:
         preemption.ignore()
-        saved = f"checkpoint saved in {error.saved_in}; start the same command with --load_checkpoint"
+        saved = f"checkpoint saved in {error.saved_in}; {error.resume}"
         _leave(EXIT_RESUME if error.saved_in else 143, f"{error}: {saved if error.saved_in else 'nothing to save'}")
     except UserError as error:
         shown = error.__cause__ if getattr(error, "show_cause", False) else None

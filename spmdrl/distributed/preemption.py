@@ -28,11 +28,13 @@ _has_safe_points = False
 
 
 class Preempted(BaseException):
-    """The run is to stop here, on every rank. Whoever saves the run's state sets `saved_in` and raises it on."""
+    """The run is to stop here, on every rank. Whoever saves the run's state sets `saved_in`, where it goes on by other
+    means `resume` too, and raises it on."""
 
     def __init__(self, reason: str, where: str):
         super().__init__(f"preempted in {where} ({reason})")
         self.saved_in: str | None = None
+        self.resume = "start the same command with --load_checkpoint"
 
 
 def install(tell: Callable[[str], None], stop_now: Callable[[str, int], NoReturn]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import BatchSizes, ModelConfig, PPOConfig, RewardConfig
+from spmdrl.config.generate import GenerateConfig
 from spmdrl.config.preflight import model_positions
 from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import Strategy
@@ -68,21 +69,27 @@ class Given(NamedTuple):
     name: str
 
 
-def build_reward_models(config: PPOConfig, strategy: Strategy, tokenizer: Any) -> dict[str, ModelReward]:
+def build_reward_models(
+    config: PPOConfig | GenerateConfig, strategy: Strategy, tokenizer: Any, *, value_head_prefix: str
+) -> dict[str, ModelReward]:
     """The models of --reward_pretrain by the names that logs have for them, for responses in `tokenizer`'s ids."""
     paths = [Path(name) for name in config.reward.models]
     names = told_apart([(path.name, f"{path.parent.name}_{path.name}") for path in paths])
-    models = [_build_reward_model(name, config, strategy, tokenizer) for name in config.reward.models]
+    prefix = value_head_prefix
+    models = [_build_reward_model(name, config, strategy, tokenizer, prefix) for name in config.reward.models]
     return dict(zip(names, models, strict=True))
 
 
-def _build_reward_model(name: str, config: PPOConfig, strategy: Strategy, tokenizer: Any) -> ModelReward:
+def _build_reward_model(
+    name: str, config: PPOConfig | GenerateConfig, strategy: Strategy, tokenizer: Any, value_head_prefix: str
+) -> ModelReward:
     flag, strategy = "--reward_pretrain", strategy.for_stage(config.deepspeed.ref_reward_zero_stage)
     own = load_tokenizer(replace(config.model, pretrain=name, tokenizer_chat_template=None), flag=flag)
     encode, how = make_encoder(tokenizer, own, apply_chat_template=config.data.apply_chat_template)
     with strategy.loading():
-        prefix = config.critic.value_head_prefix
-        model = load_reward_model(name, config.model, flag=flag, value_head_prefix=prefix, dtype=strategy.dtype)
+        model = load_reward_model(
+            name, config.model, flag=flag, value_head_prefix=value_head_prefix, dtype=strategy.dtype
+        )
     positions = model_positions(model.model.config.get_text_config().to_dict())
     reads_ids = encode is policy_ids
     if reads_ids and positions is not None and positions < config.max_total_len:
@@ -162,7 +169,7 @@ def enable_checkpointing(model: Any, config: ModelConfig) -> None:
             model.enable_input_require_grads()  # else nothing behind frozen embeddings has a gradient
 
 
-def build_engine(config: PPOConfig, tokenizer: Any, *, dtype: torch.dtype) -> RolloutEngine:
+def build_engine(config: PPOConfig | GenerateConfig, tokenizer: Any, *, dtype: torch.dtype) -> RolloutEngine:
     """The engine of --engine; built before the models, so that vLLM measures a device that is still free."""
     rollout, model = config.rollout, config.model
     has_vllm = importlib.util.find_spec("vllm") is not None

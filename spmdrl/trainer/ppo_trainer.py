@@ -18,6 +18,7 @@ from spmdrl.data.prompts import PromptDataset, load_eval_prompts, load_prompts
 from spmdrl.data.sampler import PromptSampler
 from spmdrl.data.texts import load_texts
 from spmdrl.distributed import comm, guard, preemption
+from spmdrl.distributed.average import WeightAverage
 from spmdrl.distributed.engine_state import EngineState
 from spmdrl.distributed.strategy import Strategy, compute_dtype
 from spmdrl.distributed.weight_sync import iter_weights
@@ -30,7 +31,7 @@ from spmdrl.rewards.combined import combine, load_rewards
 from spmdrl.rollout.collector import Collector
 from spmdrl.rollout.engine import SamplingOptions
 from spmdrl.tracking import EVAL_SAMPLES, Tracker
-from spmdrl.trainer.anomalies import Guardrails
+from spmdrl.trainer.anomalies import AnomalyStop, Guardrails, RollbackError
 from spmdrl.trainer.build import (
     build_actor,
     build_critic,
@@ -47,7 +48,7 @@ from spmdrl.trainer.fingerprints import describe
 from spmdrl.trainer.metrics import rollout_metrics
 from spmdrl.trainer.policy_update import PolicyUpdate
 from spmdrl.trainer.ptx import PtxLoss
-from spmdrl.trainer.rewarding import Rewarder
+from spmdrl.trainer.rewarding import Rewarder, split_ending
 from spmdrl.trainer.run_state import batch_state, restored_batch
 from spmdrl.trainer.saving import Saver
 from spmdrl.trainer.scoring import log_probs_of, score_samples
@@ -100,12 +101,14 @@ class PPOTrainer:
         self.strategy = Strategy(config.deepspeed, config.optim, dtype=self.dtype)
         self.engine = build_engine(config, self.tokenizer, dtype=self.dtype)
         self.actor = build_actor(config, self.strategy, self.sizes)
-        reward_models = build_reward_models(config, self.strategy, self.tokenizer)
+        prefix = config.critic.value_head_prefix
+        reward_models = build_reward_models(config, self.strategy, self.tokenizer, value_head_prefix=prefix)
         self.reward_fn = combine({**reward_models, **rewards}, config.reward.reward_weights)
         critic = critic_checkpoint(config, reward_models)
         self.critic_name = critic.name
         self.critic = build_critic(config, self.strategy, self.sizes, critic, num_tokens=len(self.tokenizer))
         self.ref_model = build_ref_model(config, self.strategy, self.actor)
+        self.average = WeightAverage(self.actor, ema_beta=config.optim.ema_beta) if config.optim.enable_ema else None
         self._build_algorithm()
         self.eos_ids = set(eos_token_ids(self.actor.module.model, self.tokenizer))
         self.shuffle = torch.Generator().manual_seed(config.seed)
@@ -135,6 +138,7 @@ class PPOTrainer:
             max_tokens=config.rollout.generate_max_len,
             correction=config.correction_for(self.engine.own_forward),
             ptx=PtxLoss(self.texts, ptx_coef=config.ptx.ptx_coef) if self.texts is not None else None,
+            average=self.average,
             guard=self.guardrails,
         )
         # With one optimizer step a rollout the policy that samples is the policy that trains: no forward for it.
@@ -157,7 +161,18 @@ class PPOTrainer:
     # ---- the loop -------------------------------------------------------------------------------------------------
     def fit(self) -> None:
         with self.saver.saved_when_stopped():
-            self._fit()
+            while True:
+                try:
+                    return self._fit()
+                except RollbackError as error:
+                    self._roll_back(error)
+
+    def _roll_back(self, error: RollbackError) -> None:
+        """To the newest checkpoint, from which other responses are sampled."""
+        comm.say(f"anomaly: {error}; going back to the newest checkpoint")
+        if not self.saver.roll_back():
+            raise AnomalyStop(f"{error}; there is no checkpoint to go back to yet (--save_steps)") from error
+        self.tracker.rewind(self.step)
 
     def _fit(self) -> None:
         preemption.safe_point()  # from here on a signal is answered with a checkpoint
@@ -168,6 +183,7 @@ class PPOTrainer:
             guard.set_step(step)
             self.guardrails.begin(step)
             if self.batch is None:  # else the run was resumed in the middle of training on it
+                self.collector.stream = self.guardrails.stream
                 samples = self.rollout(step, batches)  # this rank's responses, with rewards
                 if not comm.any_rank(bool(samples)):
                     break
@@ -334,10 +350,13 @@ class PPOTrainer:
             self.export(Path(self.config.checkpoint.save_path), "--save_path")
 
     def export(self, folder: Path, flag: str) -> None:
-        """The trained model, and with --save_value_network the critic."""
+        """The trained model, with --enable_ema its average and with --save_value_network the critic."""
         model, critic = self.config.model, self.config.critic
         own = hf_config_to_save(str(model.pretrain), model, dtype=self.dtype)
         save_hf(self.actor, self.tokenizer, folder, hf_config=own, flag=flag)
+        if self.average is not None:
+            with self.average.in_place():
+                save_hf(self.actor, self.tokenizer, folder / "ema", hf_config=own, flag=flag)
         if critic.save_value_network:
             own = hf_config_to_save(self.critic_name, model, dtype=self.dtype, num_labels=1)
             head = {"value_head_prefix": critic.value_head_prefix, "flag": flag}
@@ -350,7 +369,8 @@ class PPOTrainer:
 
     def shards(self) -> dict[str, Shards]:
         engines = {"actor": self.actor, "critic": self.critic}
-        return {role: EngineState(engine) for role, engine in engines.items() if engine is not None}
+        states = {role: EngineState(engine) for role, engine in engines.items() if engine is not None}
+        return states if self.average is None else {**states, "ema": self.average}
 
     def state_dict(self) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self._stateful().items()}
@@ -449,11 +469,7 @@ class PPOTrainer:
 
     def response_parts(self, sample: Sample) -> tuple[str, str]:
         """A response's text and that of the EOS that ended it, "" where none did."""
-        ids = sample.sequence[len(sample.sequence) - sample.num_sampled :].tolist()
-        is_ended = bool(ids) and sample.finish_reason == "stop" and ids[-1] in self.eos_ids
-        end = len(ids) - is_ended
-        text, ending = (self.tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:end], ids[end:]))
-        return text, ending
+        return split_ending(sample, self.tokenizer, self.eos_ids)
 
     def _cut_to_batch(self, kept: list[Sample]) -> tuple[list[Sample], bool]:
         """Keep the first `rollout_batch_size` groups of all ranks; whether there are that many."""

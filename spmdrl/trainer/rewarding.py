@@ -1,6 +1,6 @@
 """From responses to the one number per sample that advantages start from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -34,24 +34,7 @@ class Rewarder:
     def reward(self, samples: Sequence[Sample]) -> None:
         """Ask the reward source once for this rank's samples and store what it gives. A collective."""
         prompts = [self.prompts[s.row] for s in samples]
-        parts = [self.response_parts(s) for s in samples]
-        output = self.reward_fn(
-            RewardBatch(
-                queries=[p.prompt + response for p, (response, _) in zip(prompts, parts, strict=True)],
-                prompts=[p.prompt for p in prompts],
-                labels=[p.label for p in prompts],
-                columns=_columns(prompts),
-                sample_ids=[f"row {s.row + 1}, sample {s.index}" for s in samples],
-                endings=[ending for _, ending in parts],
-                cells=[p.cell for p in prompts],
-                sequences=[s.sequence for s in samples],
-            )
-        )
-        preemption.safe_point()  # beyond it no function's helpers were ended by a signal
-        for i, sample in enumerate(samples):
-            sample.rewards = float(output.rewards[i])
-            sample.score = float(output.scores[i]) if output.scores is not None else sample.rewards
-            sample.info = {name: float(values[i]) for name, values in output.extra_logs.items()}
+        reward_samples(samples, prompts, self.reward_fn, self.response_parts)
 
     def informative(self, samples: list[Sample]) -> list[Sample]:
         """Samples of groups whose mean score is inside --dynamic_filtering_range."""
@@ -97,6 +80,45 @@ class Rewarder:
         if algo.overlong_buffer_len is not None:
             rewards = rewards + bind(overlong_penalty, algo, self.config.rollout)(lengths)
         return rewards
+
+
+def reward_samples(
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    reward_fn: RewardSource,
+    response_parts: Callable[[Sample], tuple[str, str]],
+) -> None:
+    """Ask the reward source once for this rank's samples, each with its prompt, and store what it gives. A collective.
+
+    response_parts: the text of a sample's response, and that of the EOS that ended it.
+    """
+    parts = [response_parts(s) for s in samples]
+    output = reward_fn(
+        RewardBatch(
+            queries=[p.prompt + response for p, (response, _) in zip(prompts, parts, strict=True)],
+            prompts=[p.prompt for p in prompts],
+            labels=[p.label for p in prompts],
+            columns=_columns(prompts),
+            sample_ids=[f"row {s.row + 1}, sample {s.index}" for s in samples],
+            endings=[ending for _, ending in parts],
+            cells=[p.cell for p in prompts],
+            sequences=[s.sequence for s in samples],
+        )
+    )
+    preemption.safe_point()  # beyond it no function's helpers were ended by a signal
+    for i, sample in enumerate(samples):
+        sample.rewards = float(output.rewards[i])
+        sample.score = float(output.scores[i]) if output.scores is not None else sample.rewards
+        sample.info = {name: float(values[i]) for name, values in output.extra_logs.items()}
+
+
+def split_ending(sample: Sample, tokenizer: Any, eos_ids: Collection[int]) -> tuple[str, str]:
+    """A response's text, special tokens included, and that of the EOS that ended it, "" where none did."""
+    ids = sample.sequence[len(sample.sequence) - sample.num_sampled :].tolist()
+    is_ended = bool(ids) and sample.finish_reason == "stop" and ids[-1] in eos_ids
+    end = len(ids) - is_ended
+    text, ending = (tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:end], ids[end:]))
+    return text, ending
 
 
 def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
