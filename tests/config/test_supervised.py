@@ -1,0 +1,165 @@
+"""The supervised command lines: against the record of OpenRLHF's flags, what they refuse, and what their help says."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmdrl.config.flags import flags_of
+from spmdrl.config.foreign import ACCEPTED_ALIASES
+from spmdrl.config.help import field_docs
+from spmdrl.config.parse import read_config
+from spmdrl.config.supervised import DPOConfig, KDConfig, KTOConfig, RMConfig, SFTConfig
+from spmdrl.config.supervised_checks import RANGES
+from spmdrl.errors import UserError
+from tests.config.conftest import ROOT
+from tests.config.test_migration import DOCS, RECORD
+
+PROGRAMS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "kto": KTOConfig, "kd": KDConfig}
+CONFIGS = pytest.mark.parametrize("cls", PROGRAMS.values(), ids=PROGRAMS)
+# Defaults that differ from OpenRLHF's, with the reason in docs/migration.md.
+CHANGED = {"wandb_project", "dataset", "pretrain", "ckpt_path"}
+
+
+def read(cls, flags):
+    return read_config(cls, flags.split())
+
+
+def refusal(cls, flags):
+    with pytest.raises(UserError) as error:
+        read(cls, flags)
+    return str(error.value)
+
+
+def recorded(program):
+    """Flag name → default of OpenRLHF's script, beyond those that it shares with train_ppo.py unchanged."""
+    if not RECORD.exists():
+        return {}
+    section = re.search(rf"^## train_{program}\.py.*?\n(.*?)(?=^## |\Z)", RECORD.read_text(), flags=re.M | re.S)
+    assert section is not None
+    own, _, other = section[1].partition("Other defaults:")
+    flags = re.findall(r"`--(\w+)` \w+ = ((?:'[^']*')|[^,\s]+)", own) + re.findall(
+        r"`--(\w+)` ('[^']*'|\S+?)(?:,|$)", other
+    )
+    return {name: ast.literal_eval(default) for name, default in flags}
+
+
+@pytest.mark.skipif(not RECORD.exists(), reason="no record of OpenRLHF's flags beside the repository")
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_flag_of_openrlhfs_script_is_taken_as_it_was_or_refused_by_name(program):
+    cls = PROGRAMS[program]
+    flags, foreign = flags_of(cls), cls.foreign
+    record = recorded(program)
+    assert len(record) > 10
+    for name, default in record.items():
+        assert sum(name in table for table in (flags, foreign.not_yet, foreign.refused, ACCEPTED_ALIASES)) == 1, name
+        if name in flags and name not in CHANGED:
+            assert flags[name].default == default, name
+
+
+@CONFIGS
+def test_every_flag_is_explained_and_read_by_some_code(cls):
+    package = ROOT / "spmdrl"
+    files = [path for path in package.rglob("*.py") if path.parent != package / "config"]
+    text = "\n".join(path.read_text() for path in files)
+    assert not [name for name in flags_of(cls) if not re.search(rf"\b{name}\b", text)]
+    docs = {}
+    for section in {cls, *(type(value) for value in vars(cls()).values() if hasattr(value, "__dataclass_fields__"))}:
+        docs |= field_docs(section)
+    assert set(flags_of(cls)) <= set(docs)
+
+
+@CONFIGS
+def test_what_is_named_instead_exists(cls):
+    foreign = cls.foreign
+    for reason in (*foreign.not_yet.values(), *foreign.refused.values()):
+        assert set(re.findall(r"--(\w+)", reason)) <= set(flags_of(cls)), reason
+    assert set(foreign.other_names.values()) <= set(flags_of(cls))
+
+
+def test_ranges_name_flags_that_exist():
+    known = {name for cls in PROGRAMS.values() for name in flags_of(cls)}
+    assert {"learning_rate", "beta", "max_len", "kd_coef", "label_smoothing"} <= set(RANGES) & known
+
+
+def test_the_migration_page_names_what_differs():
+    for name in ("packing_samples", "max_len", "ref_offload", "compute_fp32_loss", "eval_dataset", "pretrain_mode"):
+        assert f"`--{name}`" in DOCS, name
+
+
+@pytest.mark.parametrize(
+    ("cls", "flags", "message"),
+    [
+        (DPOConfig, "--beta 0", "--beta must be above 0, got 0.0"),
+        (DPOConfig, "--label_smoothing 0.5", "--label_smoothing must be from 0 to below 0.5, got 0.5"),
+        (DPOConfig, "--ipo --label_smoothing 0.1", "--label_smoothing smooths the sigmoid loss, which --ipo replaces"),
+        (RMConfig, "--loss hinge", "--loss has no 'hinge', only sigmoid, logexp"),
+        (RMConfig, "--max_len 1", "--max_len must be at least 2, got 1"),
+        (RMConfig, "--compute_fp32_loss", "--compute_fp32_loss: no flag here (scores and losses are always fp32"),
+        (DPOConfig, "--ref_offload", "--ref_offload: no flag here (the reference model scores all rows before"),
+        (SFTConfig, "--ring_attn_size 2", "--ring_attn_size: not supported yet (a sequence stays on one rank"),
+        (SFTConfig, "--per_device_train_batch_size 2", "--per_device_train_batch_size: no flag here (it is called"),
+        (SFTConfig, "--multiturn --output_key o", "--multiturn learns the turns of the chat template"),
+        (
+            SFTConfig,
+            "--multiturn --apply_chat_template --output_key o",
+            "--multiturn takes whole conversations from --input_key: leave --output_key out",
+        ),
+        (SFTConfig, "--pretrain_mode --apply_chat_template", "--pretrain_mode learns plain texts as they are"),
+        (SFTConfig, "--pretrain_mode --input_template {}", "--pretrain_mode learns plain texts as they are"),
+        (
+            SFTConfig,
+            "--input_template {} --apply_chat_template",
+            "--input_template and --apply_chat_template both shape the prompt",
+        ),
+        (SFTConfig, "--zero_stage 0 --adam_offload --output_key o", "--adam_offload needs --zero_stage 1, 2 or 3"),
+        (KDConfig, "--kd_coef 2", "--kd_coef must be from 0 to 1, got 2.0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(cls, flags, message):
+    assert refusal(cls, flags).startswith(message)
+
+
+def test_the_template_of_old_command_lines_gives_way_to_the_chat_template():
+    assert read(SFTConfig, "--output_key o").data.input_template == "User: {}\nAssistant: "
+    assert read(SFTConfig, "--apply_chat_template").data.apply_chat_template
+
+
+def test_defaults_are_those_of_the_program():
+    assert read(SFTConfig, "--output_key o").optim.max_epochs == 2
+    assert read(RMConfig, "").optim.max_epochs == 1
+    assert read(RMConfig, "--seed 3").optim.micro_train_batch_size == 1
+    assert read(KDConfig, "--max_len 9").data.output_key == "output"
+    assert read(DPOConfig, "").tracking.wandb_project == "spmdrl_train_dpo"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_and_errors_of_the_scripts_come_without_heavy_imports(program, tmp_path, model_dir):
+    script = str(ROOT / "cli" / f"train_{program}.py")
+    done = subprocess.run([sys.executable, "-X", "importtime", script, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    imported = set(re.findall(r"\| +(\w+)$", done.stderr, flags=re.M))
+    assert not imported & {"torch", "transformers", "numpy", "deepspeed"}
+    for flag in flags_of(PROGRAMS[program]):
+        assert f"  --{flag}" in done.stdout
+
+    def error(*flags):
+        done = subprocess.run([sys.executable, script, *map(str, flags)], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done
+        return done.stderr
+
+    shape = ["--output_key", "output"] if program in ("sft", "kto", "kd") else []
+    assert error(*shape).startswith("error: --pretrain is missing: ")
+    given = [*shape, "--pretrain", model_dir]
+    assert error(*given).startswith("error: --dataset is missing: ")
+    given += ["--dataset", Path(__file__)]
+    if program == "kd":
+        assert error(*given).startswith("error: --teacher_model is missing: ")
+        given += ["--teacher_model", model_dir]
+    if program in ("sft", "kto"):
+        assert error(*given[2:]).startswith("error: --output_key is missing, the column with the response")
+    assert error(*given, "--dataset", "no.jsonl") == "error: --dataset no.jsonl: no such file or directory\n"
+    assert error(*given, "--max_len", "4096").startswith("error: --max_len 4096 is more than the 2048 positions of")
