@@ -23,6 +23,7 @@ from spmdrl.errors import UserError
 
 METRICS, SAMPLES, PLOT, STATE = "metrics.jsonl", "samples.jsonl", "metrics.png", "tracking.json"
 EVAL_SAMPLES = "eval_samples.jsonl"
+LOGS = (METRICS, SAMPLES, EVAL_SAMPLES)
 PLOTTED = {  # what a run does not have is left out
     "rollout/reward": "reward",
     "policy/kl": "KL to the reference",
@@ -130,7 +131,7 @@ class Tracker:
             return
         self.folder = Path(save_path).expanduser()
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (METRICS, SAMPLES, EVAL_SAMPLES):
+        for name in LOGS:
             open_log(self.folder / name, resume_step)
         state = read_state(self.folder) if resume_step is not None else {}
         state.setdefault("run_name", config.wandb_run_name or f"{program}_{datetime.now():%m%dT%H%M%S}")
@@ -177,6 +178,13 @@ class Tracker:
     def log_samples(self, rows: Sequence[dict[str, Any]], step: int, name: str = SAMPLES) -> None:
         if self.is_main:
             append(self.folder / name, [{"step": step, **row} for row in rows])
+
+    def rewind(self, step: int) -> None:
+        """The run has gone back to the end of `step`: drop the rows of what came after it."""
+        self.last_step = {"train": step, "eval": step}
+        if self.is_main:
+            for name in LOGS:
+                open_log(self.folder / name, step)
 
     def close(self) -> None:
         if not self.is_main:

@@ -285,7 +285,9 @@ def check_role_stages(config: PPOConfig) -> None:
 def check_anomaly(config: PPOConfig) -> None:
     saves = config.checkpoint.save_steps > 0 and not config.checkpoint.disable_ds_ckpt
     if config.anomaly.on_anomaly == "rollback" and not saves:
-        raise UserError("--on_anomaly rollback goes back to a checkpoint: give --save_steps N, without --disable_ds_ckpt")
+        raise UserError(
+            "--on_anomaly rollback goes back to a checkpoint: give --save_steps, and leave --disable_ds_ckpt out"
+        )
 
 
 def check_evaluation(config: PPOConfig) -> None:

@@ -55,6 +55,11 @@ class Guardrails:
         self.attempts = 0  # rollbacks since a step beyond `failed_step`
         self.failed_step = 0
 
+    @property
+    def stream(self) -> str:
+        """What seeds are drawn for: after a rollback others than before."""
+        return f"rollout{self.redraws}" if self.redraws else "rollout"
+
     def begin(self, step: int) -> None:
         """Whatever is found from now on is of this step."""
         if step != self.step:

@@ -73,6 +73,7 @@ class Saver:
 
     def roll_back(self) -> bool:
         """Bring the run back to its newest checkpoint; False where it has none."""
+        self.finish()
         checkpoint = self.checkpointer.newest()
         if checkpoint is not None:
             self._load(checkpoint)

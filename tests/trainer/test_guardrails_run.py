@@ -98,3 +98,73 @@ def test_a_critic_that_is_not_finite_is_left_out_alone(tmp_path, inputs):
     assert "policy/loss" in result.metrics[0]
     assert trainer.critic.lr_scheduler.last_epoch == 0
     assert trainer.actor.lr_scheduler.last_epoch == 2
+
+
+# ---- rollback -------------------------------------------------------------------------------------------------------
+class TruncatingEngine(FakeEngine):
+    """Cuts every response of the generate calls that are named; each call answers by the requests' seeds."""
+
+    def __init__(self, *bad_calls):
+        super().__init__(self.by_seed)
+        self.bad_calls, self.seeds, self.is_bad = bad_calls, [], False
+
+    def generate(self, requests, options):
+        self.is_bad = len(self.seeds) in self.bad_calls
+        self.seeds.append([request.seed for request in requests])
+        return super().generate(requests, options)
+
+    def by_seed(self, number, request, options):
+        ids = [70 + request.seed % 50, 70 + request.seed % 41]
+        return completion(ids, "length") if self.is_bad else completion([*ids, 2])
+
+
+def rolling_back(folder, inputs, engine, **flags):
+    flags = {"on_anomaly": "rollback", "save_steps": 1, "ckpt_path": folder / "ckpt", "num_episodes": 2} | flags
+    return build(folder / "out", engine, **inputs, **flags)
+
+
+def test_a_rollback_goes_on_from_the_newest_checkpoint_with_other_samples(tmp_path, inputs, capsys):
+    """Step 3 of 4 is all truncated the first time; the run goes back to the end of step 2."""
+    engine = TruncatingEngine(2)
+    trainer = rolling_back(tmp_path, inputs, engine)
+    trainer.fit()
+    result = trainer.result()
+    assert len(engine.seeds) == 5
+    assert not set(engine.seeds[2]) & set(engine.seeds[3])
+    assert result.column("step") == [1, 2, 3, 4]
+    assert [row["step"] for row in result.rows] == sorted(row["step"] for row in result.rows)
+    assert result.column("anomaly/all_truncated") == [0, 0, 0, 0]
+    assert trainer.actor.lr_scheduler.last_epoch == 4
+    out = capsys.readouterr().out
+    assert "anomaly: all_truncated in step 3: truncated samples: 8 of 8; going back to the newest checkpoint" in out
+
+    again = TruncatingEngine()
+    plain = rolling_back(tmp_path / "plain", inputs, again)
+    plain.fit()
+    assert plain.result().ids()[:2] == result.ids()[:2]
+    assert again.seeds[:3] == engine.seeds[:3]
+
+
+def test_rollbacks_that_do_not_help_end_the_run_with_a_checkpoint(tmp_path, inputs):
+    trainer = rolling_back(tmp_path, inputs, TruncatingEngine(1, 2, 3, 4))
+    with pytest.raises(AnomalyStop, match=r"all_truncated in step 2: .*, also after 3 rollbacks"):
+        trainer.fit()
+    assert trainer.step == 1
+
+
+def test_without_a_checkpoint_yet_there_is_no_rollback(tmp_path, inputs):
+    trainer = rolling_back(tmp_path, inputs, TruncatingEngine(0), save_steps=2)
+    with pytest.raises(AnomalyStop, match="there is no checkpoint to go back to yet"):
+        trainer.fit()
+
+
+def test_a_stopped_run_goes_on_once_the_case_is_to_be_skipped(tmp_path, inputs):
+    flags = {"ckpt_path": tmp_path / "ckpt", "num_episodes": 2}
+    trainer = build(tmp_path / "out", TruncatingEngine(2), **inputs, **flags, on_anomaly="stop")
+    with pytest.raises(AnomalyStop):
+        trainer.fit()
+    flags |= {"on_anomaly": "skip", "load_checkpoint": True}
+    resumed = build(tmp_path / "out", TruncatingEngine(0), **inputs, **flags)
+    assert resumed.step == 2
+    resumed.fit()
+    assert resumed.result().column("anomaly/all_truncated") == [0, 0, 1, 0]
