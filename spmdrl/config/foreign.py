@@ -9,7 +9,6 @@ _RING = "a sequence stays on one rank; shorten --prompt_max_len or --generate_ma
 
 # Not supported yet: the flag means something here, and code for it is still to come.
 NOT_YET: dict[str, str] = {
-    "enable_ema": "no moving average of the weights is kept; drop it",
     "torch_compile": "models run uncompiled; drop it",
     "use_liger_kernel": "the LM head already runs in chunks; drop it",
     "aux_loss_coef": "mixture-of-experts models train without a balancing loss; drop it",

@@ -318,6 +318,10 @@ class OptimConfig(OptimizerConfig):
     """Passes over the prompts."""
     actor_learning_rate: float = 1e-6
     """Peak learning rate of the policy."""
+    enable_ema: bool = False
+    """Keep a moving average of the policy's weights too, in fp32 in host memory, and save it in --save_path/ema."""
+    ema_beta: float = 0.992
+    """Share of the moving average that stays at each optimizer step; the rest comes from the new weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ under any ZeRO stage is read by any other. Only what is trained has fragments: m
 themselves where there is no second copy) and the optimizer's states of the same size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,17 @@ class EngineState:
         """Weights and moments as they are; before the first optimizer step there are no moments."""
         return [fragment for piece in _pieces(self.engine) for fragment in self._fragments_of(piece)]
 
+    def weights(self) -> list[Fragment]:
+        """The fragments of the master weights alone."""
+        return [_fragment(piece, WEIGHT, piece.holder.detach()) for piece in _pieces(self.engine)]
+
+    @torch.no_grad()
+    def set_weights(self, values: Sequence[Tensor]) -> None:
+        """Write `values` into the fragments of `weights`; every rank calls it."""
+        for fragment, value in zip(self.weights(), values, strict=True):
+            fragment.tensor.copy_(value)
+        _weights_from_masters(self.engine)
+
     def state_dict(self) -> dict[str, Any]:
         """The same on every rank: number of updates, and names of the optimizer's states."""
         states = [s for s in _optimizer(self.engine).state.values() if "step" in s]
@@ -83,8 +94,7 @@ class EngineState:
     def _fragments_of(self, piece: "_Piece") -> Iterator[Fragment]:
         state = _optimizer(self.engine).state.get(piece.holder, {})
         for kind, whole in ((WEIGHT, piece.holder.detach()), *((kind, state[kind]) for kind in _moments(state))):
-            tensor = whole.view(-1).narrow(0, piece.offset, piece.numel)
-            yield Fragment(f"{piece.name}/{kind}", piece.total, piece.start, tensor, piece.is_replicated)
+            yield _fragment(piece, kind, whole)
 
     @torch.no_grad()
     def _make_moments(self, names: list[str], updates: int) -> None:
@@ -117,6 +127,11 @@ class _Piece:
     holder: Tensor
     offset: int
     is_replicated: bool = False
+
+
+def _fragment(piece: _Piece, kind: str, whole: Tensor) -> Fragment:
+    tensor = whole.view(-1).narrow(0, piece.offset, piece.numel)
+    return Fragment(f"{piece.name}/{kind}", piece.total, piece.start, tensor, piece.is_replicated)
 
 
 def _pieces(engine: Any) -> Iterator[_Piece]:

@@ -11,6 +11,7 @@ from spmdrl.algos.kl import KL_ESTIMATORS
 from spmdrl.algos.losses import AGGREGATION_OF, AGGREGATIONS, POLICY_LOSSES, BatchCounts, bind
 from spmdrl.algos.tensor_ops import log_ratio, masked_sum
 from spmdrl.config import AlgoConfig, OptimConfig
+from spmdrl.distributed.average import WeightAverage
 from spmdrl.distributed.strategy import Strategy
 from spmdrl.experience import Experience, Sample
 from spmdrl.trainer.anomalies import Guardrails
@@ -19,7 +20,8 @@ from spmdrl.trainer.update import LossPart, Metrics, optimizer_step
 
 
 class PolicyUpdate:
-    """The policy loss with its KL and entropy terms, chosen once from the configuration; `ptx` mixes in texts.
+    """The policy loss with its KL and entropy terms, chosen once from the configuration; `ptx` mixes in texts,
+    `average` takes in the weights after each step.
 
     `max_tokens` is the constant length of the aggregation that has one.
     """
@@ -33,9 +35,10 @@ class PolicyUpdate:
         max_tokens: int,
         correction: str,
         ptx: PtxLoss | None = None,
+        average: WeightAverage | None = None,
         guard: Guardrails | None = None,
     ):
-        self.strategy, self.ptx, self.guard = strategy, ptx, guard
+        self.strategy, self.ptx, self.average, self.guard = strategy, ptx, average, guard
         self.micro_batch_size = optim.micro_train_batch_size
         self.max_tokens = max_tokens
         self.policy_loss: Callable = bind(POLICY_LOSSES[algo.policy_loss], algo)
@@ -57,7 +60,7 @@ class PolicyUpdate:
         parts = [LossPart(samples, partial(self.loss, kl_coef=kl_coef))]
         if self.ptx is not None:
             parts.append(self.ptx.part(len(samples)))
-        return optimizer_step(
+        report = optimizer_step(
             self.strategy,
             engine,
             parts,
@@ -65,6 +68,9 @@ class PolicyUpdate:
             max_tokens=self.max_tokens,
             guard=self.guard,
         )
+        if report and self.average is not None:
+            self.average.update()
+        return report
 
     def loss(self, engine: Any, exp: Experience, counts: BatchCounts, *, kl_coef: float) -> tuple[Tensor, Metrics]:
         """This micro-batch's share of the loss (a scalar), and its metrics."""

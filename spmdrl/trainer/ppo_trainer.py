@@ -369,7 +369,7 @@ class PPOTrainer:
 
     def shards(self) -> dict[str, Shards]:
         engines = {"actor": self.actor, "critic": self.critic}
-        states = {role: EngineState(engine) for role, engine in engines.items() if engine is not None}
+        states: dict[str, Shards] = {role: EngineState(own) for role, own in engines.items() if own is not None}
         return states if self.average is None else {**states, "ema": self.average}
 
     def state_dict(self) -> dict[str, Any]:
