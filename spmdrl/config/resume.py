@@ -13,7 +13,8 @@ HARMLESS = {
     *("eval_steps", "eval_on_start", "eval_dataset", "eval_split"),
     *("eval_temperature", "eval_n_samples_per_prompt"),
     # where tensors lie and how work is cut up
-    *("zero_stage", "critic_zero_stage", "ref_reward_zero_stage", "adam_offload", "zpg", "overlap_comm", "ref_reward_offload", "teacher_offload"),
+    *("zero_stage", "critic_zero_stage", "ref_reward_zero_stage", "adam_offload", "zpg", "overlap_comm"),
+    *("ref_reward_offload", "teacher_offload"),
     *("micro_train_batch_size", "micro_rollout_batch_size", "sync_bucket_mb", "packing_samples"),
     *("gradient_checkpointing", "gradient_checkpointing_use_reentrant", "attention", "full_determinism"),
     *("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enable_sleep"),
