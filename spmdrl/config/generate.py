@@ -57,7 +57,7 @@ class OutputConfig:
     reward_threshold: float | None = None
     """With rs: leave out prompts whose best response has less reward than this."""
     output_key: str = "output"
-    """Column for the response."""
+    """Column for the response; that it ended by itself (stop) or was cut (length) is in output_finish_reason."""
     reward_key: str = "reward"
     """Column for its reward; with iter_dpo its name follows those of the two responses, as in chosen_reward."""
     chosen_key: str = "chosen"
@@ -79,7 +79,7 @@ class SamplingConfig:
     micro_rollout_batch_size: int = 16
     """Samples of one forward of the hf engine and of reward models, per rank, or of one request to a reward server."""
     max_new_tokens: int = 1024
-    """Most tokens of one response; longer ones are cut, which finish_reason says."""
+    """Most tokens of one response; longer ones are cut."""
     greedy_sampling: bool = False
     """Take the most likely token each time."""
     temperature: float = 1.0
@@ -204,7 +204,8 @@ class GenerateConfig:
         if output.post_processor == "iter_dpo":
             keys = (output.chosen_key, output.rejected_key)
             return (*keys, *(f"{key}_{output.reward_key}" for key in keys))
-        return (output.output_key, *((output.reward_key,) if self.reward.num_sources else ()), "finish_reason")
+        reward = (output.reward_key,) if self.reward.num_sources else ()
+        return (output.output_key, *reward, f"{output.output_key}_finish_reason")
 
 
 def check_sampling(sampling: SamplingConfig) -> None:

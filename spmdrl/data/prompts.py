@@ -90,6 +90,10 @@ class PromptDataset(Sequence[Prompt]):
         """The row that prompt `index` was made of, every column in its place."""
         return self._rows[self._kept[index]]
 
+    def where(self, index: int) -> str:
+        """How a person finds that row."""
+        return self._rows.where(self._kept[index])
+
     def describe(self) -> str:
         """One line: how many prompts from where, and how many were dropped and why."""
         return f"{len(self)} prompts from {self._rows.name}{self._dropped()}"
