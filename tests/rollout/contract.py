@@ -1,11 +1,13 @@
 """What both engines must do: a fixed list of questions to an engine, and the checks of its answers."""
 
+import itertools
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from spmdrl.distributed import preemption
 from spmdrl.experience import collate, make_sample
 from spmdrl.models.actor import Actor
 from spmdrl.rollout.engine import Completion, Request, SamplingOptions
@@ -74,6 +76,8 @@ def ask(engine: Any, model: Any) -> dict[str, Any]:
         out[f"stop_{name}"] = engine.generate(REQUESTS, replace(FREE, stop=(stop,)))
     out["stop_after_min"] = engine.generate(REQUESTS, replace(FREE, stop=("<|im_start|>",), min_new_tokens=6))
     out["without_stop_min"] = engine.generate(REQUESTS, replace(FREE, min_new_tokens=6))
+    out["cut"] = cut_short(engine, after=3)
+    out["after_cut"] = engine.generate(REQUESTS, FREE)
     out["reset"] = engine.reset_prefix_cache()
 
     engine.load_weights(iter(perturbed(model).items()))
@@ -84,6 +88,16 @@ def ask(engine: Any, model: Any) -> dict[str, Any]:
     out["restored"] = engine.generate(REQUESTS, FREE)
     out["refusals"] = {name: refusal(engine, weights) for name, weights in broken_weights(model).items()}
     return out
+
+
+def cut_short(engine: Any, *, after: int) -> list[Completion]:
+    """What it returns of 20 responses of up to 12 tokens when it is asked to stop after so many tokens."""
+    asked, times = preemption.requested, itertools.count()
+    preemption.requested = lambda: next(times) >= after
+    try:
+        return engine.generate(REQUESTS, FREE)
+    finally:
+        preemption.requested = asked
 
 
 def stop_strings(free: list[Completion], tokenizer: Any) -> dict[str, str]:
@@ -288,6 +302,11 @@ class EngineContract:
 
     def test_no_requests_give_no_completions(self, answers):
         assert answers["nothing"] == []
+
+    def test_a_request_to_stop_cuts_it_short_and_leaves_nothing_behind(self, answers):
+        assert sum(len(c.token_ids) for c in answers["cut"]) <= 3 * len(REQUESTS)
+        assert len(answers["cut"]) < len(REQUESTS)
+        assert answers["after_cut"] == answers["free"]
 
     def test_the_prefix_cache_can_be_reset(self, answers):
         assert answers["reset"] is True
