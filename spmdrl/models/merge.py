@@ -30,7 +30,7 @@ def merge_lora(config: MergeLoraConfig) -> None:
         model, dtype = _load_base(base, config)
         if config.bf16 is not None:
             dtype = torch.bfloat16 if config.bf16 else torch.float32
-        merged = _merge(model, folder).to(dtype)
+        merged = merge_adapter(model, folder).to(dtype)
         if (folder / MERGED_CONFIG).is_file():
             merged.config = type(merged.config).from_json_file(folder / MERGED_CONFIG)
             merged.config.dtype = dtype
@@ -66,7 +66,7 @@ def _load_base(base: str, config: MergeLoraConfig) -> tuple[Any, torch.dtype]:
     return model.float(), dtype
 
 
-def _merge(model: Any, folder: Path) -> Any:
+def merge_adapter(model: Any, folder: Path) -> Any:
     """`model` with the adapter merged into its weights. Every tensor of the adapter finds its place, or UserError."""
     from peft import PeftConfig, PeftModel
     from peft.utils import load_peft_weights
