@@ -40,8 +40,8 @@ class ChatConfig:
     system_prompt: str | None = None
     """What the model is told first: the system message, or without a chat template the text in front of all."""
     input_template: str | None = None
-    """Text around each of your lines, with {} where it goes, such as 'User: {}\\nAssistant: '. Left out: the tokenizer's
-    chat template."""
+    """Text around each of your lines, with {} where it goes, such as 'User: {}\\nAssistant: '; left out: the
+    tokenizer's chat template."""
     max_len: int | None = None
     """Most tokens of a conversation; left out: the model's positions."""
     max_new_tokens: int = 1024
