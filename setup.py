@@ -17,6 +17,8 @@ setup(
         "tensorboard": ["tensorboard"],
         "plot": ["matplotlib"],
         "math": ["math-verify"],
+        "remote": ["httpx2"],
+        "serve": ["starlette", "uvicorn"],
         "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "pyright[nodejs]"],
     },
 )

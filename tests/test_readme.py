@@ -40,11 +40,13 @@ def test_the_loop_in_the_readme_is_the_loop_of_the_trainer():
 
 def test_the_reward_in_the_readme_is_a_reward(tmp_path):
     from spmdrl.rewards.function import RewardFunction
+    from spmdrl.rewards.source import RewardBatch
 
     file = tmp_path / "reward.py"
     file.write_text(next(block for block in blocks("python") if "def reward_func" in block))
     reward = RewardFunction(str(file))
-    out = reward(["2 + 2 = 4", "2 + 2 = 5"], ["2 + 2 = "] * 2, ["4", "4"], {"kind": ["sum"] * 2}, ["row 1", "row 2"])
+    queries, ids = ["2 + 2 = 4", "2 + 2 = 5"], ["row 1", "row 2"]
+    out = reward(RewardBatch(queries, ["2 + 2 = "] * 2, ["4", "4"], {"kind": ["sum"] * 2}, ids))
     assert out.rewards.tolist() == [1.0, 0.0]
 
 

@@ -102,6 +102,8 @@ def check_files(config: PPOConfig) -> None:
 def check_reward_sources(reward: RewardConfig) -> None:
     for name in reward.models:
         check_models({"reward_pretrain": name})
+    if reward.servers and not is_installed("httpx2"):
+        raise UserError("--remote_rm_url http://... needs the package httpx2: pip install httpx2")
     if not reward.servers:
         check_reward_file("remote_rm_url", reward.remote_rm_url)
     for spec in reward.reward_func:
@@ -111,10 +113,10 @@ def check_reward_sources(reward: RewardConfig) -> None:
 def check_models(names: Mapping[str, str]) -> None:
     """names: the checkpoints that are given, by flag."""
     for flag, name in names.items():
-        if looks_local(name) and not (Path(name) / "config.json").is_file():
-            if (Path(name) / "adapter_config.json").is_file():
+        if looks_local(name) and not os.path.isfile(Path(name) / "config.json"):
+            if os.path.isfile(Path(name) / "adapter_config.json"):
                 raise UserError(f"--{flag} {name} is a LoRA adapter: make a whole model of it with cli/merge_lora.py")
-            missing = "there is no config.json in it" if Path(name).exists() else "no such directory"
+            missing = "there is no config.json in it" if os.path.exists(name) else "no such directory"
             raise UserError(f"--{flag} {name}: {missing}")
 
 
@@ -123,8 +125,8 @@ def check_sources(specs: Mapping[str, str | None]) -> None:
     for flag, sources in specs.items():
         for source in (sources or "").split(","):
             path = source.strip()
-            path = path if Path(path).expanduser().exists() else re.sub(r"@[^/@]*$", "", path)
-            if looks_local(path) and not Path(path).expanduser().exists():
+            path = path if os.path.exists(os.path.expanduser(path)) else re.sub(r"@[^/@]*$", "", path)
+            if looks_local(path) and not os.path.exists(os.path.expanduser(path)):
                 raise UserError(f"--{flag} {path}: no such file or directory")
 
 
@@ -137,13 +139,15 @@ def check_reward_file(flag: str, spec: str | None) -> None:
     if not path.endswith(".py"):
         server = ", or a server, http://host:port/path" if flag == "remote_rm_url" else ""
         raise UserError(f"--{flag} {spec}: takes path.py, which defines reward_func, or path.py:name{server}")
-    if not Path(path).expanduser().is_file():
+    if not os.path.isfile(os.path.expanduser(path)):
         raise UserError(f"--{flag} {path}: no such file")
 
 
 def check_save_path(save_path: str, flag: str = "save_path") -> None:
-    path = Path(save_path).expanduser().absolute()
-    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if not save_path.strip():
+        raise UserError(f"--{flag} is empty: give a directory")
+    path = Path(os.path.expanduser(save_path)).absolute()
+    nearest = next(p for p in (path, *path.parents) if os.path.exists(p))
     if not nearest.is_dir():
         raise UserError(f"--{flag} {save_path}: {nearest} is a file")
     if not os.access(nearest, os.W_OK):
@@ -153,7 +157,7 @@ def check_save_path(save_path: str, flag: str = "save_path") -> None:
 def looks_local(name: str) -> bool:
     """Whether a model or data source is meant to be on this machine: it is, or no hub name (owner/name) looks so."""
     written_as_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).suffix in DATA_SUFFIXES
-    return bool(name) and (written_as_path or Path(name).exists())
+    return bool(name) and (written_as_path or os.path.exists(name))
 
 
 def check_ranks(config: Any, world_size: int) -> None:
@@ -209,12 +213,12 @@ def model_positions(model_config: dict[str, Any]) -> int | None:
 def read_model_config(flag: str, pretrain: str) -> dict[str, Any] | None:
     """config.json of a local model, or of a hub model in the local cache; None where neither is there."""
     path = Path(pretrain) / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
         cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{pretrain.replace('/', '--')}"
         main = cache / "refs" / "main"
         path = cache / "snapshots" / (main.read_text().strip() if main.is_file() else "none") / "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         return None
     content = _read_object(path, f"--{flag} {pretrain}")
     if (path.parent / GENERATION).is_file():  # transformers would go on without the ids of EOS that are in it
@@ -234,7 +238,7 @@ def _read_object(path: Path, source: str) -> dict[str, Any]:
 
 
 def _first(model_config: dict[str, Any], *names: str) -> int | None:
-    return next((value for name in names if isinstance(value := model_config.get(name), int)), None)
+    return next((value for name in names if type(value := model_config.get(name)) is int), None)
 
 
 def divisors(number: int) -> list[int]:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from spmdrl.config.checks import Range
 from spmdrl.config.foreign import NOT_YET, Foreign
-from spmdrl.config.preflight import check_models
+from spmdrl.config.preflight import check_models, is_installed
 from spmdrl.config.sections import ModelConfig
 from spmdrl.errors import UserError
 
@@ -64,6 +64,9 @@ class ServeRMConfig:
                 raise UserError(f"--{name} must be {wanted}, got {value}")
         if world_size > 1:
             raise UserError(f"one process serves, not {world_size}: start it with python, several on several ports")
+        for package in ("starlette", "uvicorn"):
+            if not is_installed(package):
+                raise UserError(f"cli/serve_rm.py needs the package {package}: pip install {package}")
         check_models({"reward_pretrain": self.reward_pretrain})
 
     @property
