@@ -63,9 +63,9 @@ class Chat:
         self.eos_ids = eos_token_ids(self.model, self.tokenizer)
         positions = model_positions(self.model.config.get_text_config().to_dict())
         self.max_len = config.max_len or positions
-        if positions is not None and self.max_len > positions:
+        if positions is not None and (config.max_len or 0) > positions:
             raise UserError(
-                f"--max_len {self.max_len} is more than the {positions} positions of {config.model.pretrain}"
+                f"--max_len {config.max_len} is more than the {positions} positions of {config.model.pretrain}"
             )
         torch.manual_seed(config.seed)
 
