@@ -89,12 +89,12 @@ def _unpacked(param: nn.Parameter) -> Tensor:
 
 
 def _merged(weight: Tensor, layer: Any) -> Tensor:
-    """W + (alpha / rank) B A in fp32, rounded once."""
+    """W + (alpha / rank) B A in fp32, rounded once, to the dtype of the matrices."""
     total = weight.float()
     for name in layer.active_adapters:
         change = layer.lora_B[name].weight.float() @ layer.lora_A[name].weight.float()
         total = total + (change.T if layer.fan_in_fan_out else change) * layer.scaling[name]
-    return total.to(weight.dtype)
+    return total.to(layer.lora_A[name].weight.dtype)
 
 
 def _iter_tensors(pieces: Iterable[_Piece], bucket_mb: int) -> Iterator[tuple[str, Tensor]]:
