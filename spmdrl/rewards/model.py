@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spmdrl.data.batching import plan_micro_batches
 from spmdrl.data.rendering import ChatRenderer
-from spmdrl.distributed import comm
+from spmdrl.distributed import comm, preemption
 from spmdrl.errors import UserError
 from spmdrl.experience import pad
 from spmdrl.models.tokenizer import encode_texts
@@ -64,6 +64,7 @@ def score_sequences(model: Any, sequences: Sequence[Tensor], *, micro_batch_size
     batches = plan_micro_batches(lengths, num_ranks=1, micro_batch_size=micro_batch_size)[0] if lengths else []
     missing = int(comm.all_reduce_max(len(batches))) - len(batches)
     for batch in batches + [[] for _ in range(missing)]:
+        preemption.safe_point()
         rows = [sequences[i] for i in batch] or [torch.zeros(1, dtype=torch.int64)]
         ends = torch.tensor([len(row) for row in rows])
         result = model(pad(rows, int(ends.max())).to(comm.device()), ends.to(comm.device())).cpu()

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from spmdrl.distributed import preemption
+from spmdrl.distributed import preemption, whereabouts
 from spmdrl.errors import first_line
 from spmdrl.rewards.function import read_output
 from spmdrl.rewards.source import NOTHING, RewardBatch, RewardError, RewardOutput
@@ -113,6 +113,7 @@ class RemoteReward:
                 async with server.free:
                     left = deadline - loop.time()
                     answer = await asyncio.wait_for(server.post(part.body), max(left, 0.001))
+                whereabouts.beat()
                 return _read(answer, part.sample_ids, server.url)
             except asyncio.TimeoutError:
                 raise RewardError(

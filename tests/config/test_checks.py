@@ -186,6 +186,24 @@ def test_auto_correction_is_tis_only_where_it_corrects_rightly():
     assert read("--rollout_correction icepop").correction_for(engine_is_trainer=True) == "icepop"
 
 
+def test_a_reward_model_has_a_head_without_a_critic_too():
+    config = read("--advantage_estimator reinforce --reward_pretrain model --value_head_prefix value_head")
+    assert config.critic.value_head_prefix == "value_head"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--critic_zero_stage 4", "--critic_zero_stage must be 0, 1, 2 or 3, got 4"),
+        ("--critic_zero_stage 0 --adam_offload", "--adam_offload needs --critic_zero_stage 1, 2 or 3, got 0"),
+        ("--critic_zero_stage 1 --advantage_estimator reinforce", "--critic_zero_stage is for a critic, and"),
+        ("--ref_reward_zero_stage -1", "--ref_reward_zero_stage must be 0, 1, 2 or 3, got -1"),
+    ],
+)
+def test_zero_stages_of_roles(flags, message):
+    assert refusal(flags).startswith(message)
+
+
 def test_a_config_built_in_python_is_checked_too():
     with pytest.raises(UserError, match="--train_batch_size 100 does not divide"):
         PPOConfig(optim=OptimConfig(train_batch_size=100))

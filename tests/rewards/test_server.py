@@ -21,6 +21,7 @@ from spmdrl.rewards.remote import TOKEN_VARIABLE, RemoteReward
 from spmdrl.rewards.server import listen, load_app, make_app
 from spmdrl.rewards.source import RewardBatch, RewardError
 from tests.rewards.reward_models import make_reward_model, plain_scores
+from tests.trainer.runs import FakeEngine, canned, completion, run, write_inputs
 
 ROOT = Path(__file__).parents[2]
 
@@ -218,8 +219,23 @@ def test_a_port_that_is_taken_is_named():
             listen("127.0.0.1", port)
 
 
+def train_against(url, folder, reward_model):
+    """A run's rewards are the model's scores of the texts, EOS included where it was sampled."""
+    from transformers import AutoTokenizer
+
+    answers = completion([73, 74, 2]), completion([75, 76, 77], "length")
+    inputs = write_inputs(folder / "inputs") | {"remote_rm_url": url}
+    result = run(folder / "out", FakeEngine(canned(*answers)), **inputs, ckpt_path=folder / "ckpt")
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    samples = [s for step in result.samples for s in step]
+    texts = [tokenizer.decode(s.sequence) for s in samples]
+    assert sum(text.endswith("<|im_end|>") for text in texts) == len(texts) / 2 == 8
+    expected = plain_scores(reward_model, tokenizer(texts)["input_ids"])
+    assert [s.rewards for s in samples] == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.slow
-def test_the_command_serves_until_it_is_told_to_stop(reward_model, tmp_path, monkeypatch):
+def test_the_command_serves_until_it_is_told_to_stop(reward_model, tmp_path, monkeypatch, one_rank):
     """Started as users do, asked by several requests at a time of the trainer's own client, with and without token."""
     monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
     command = [sys.executable, str(ROOT / "cli" / "serve_rm.py"), "--reward_pretrain", reward_model, "--no_bf16"]
@@ -233,6 +249,7 @@ def test_the_command_serves_until_it_is_told_to_stop(reward_model, tmp_path, mon
         batch = RewardBatch(TEXTS * 4, [""] * 12, [None] * 12, {}, [f"row {i}" for i in range(12)])
         ask = RemoteReward([url], timeout_s=60, batch_size=2)
         assert ask(batch).rewards.tolist() == pytest.approx(expected(reward_model) * 4, abs=1e-5)
+        train_against(url, tmp_path, reward_model)
         monkeypatch.delenv(TOKEN_VARIABLE)
         with pytest.raises(RewardError, match="HTTP 401 Unauthorized"):
             RemoteReward([url], timeout_s=60, batch_size=2)(batch)
