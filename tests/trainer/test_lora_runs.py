@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 
 import pytest
 import torch
@@ -58,6 +59,17 @@ def test_policy_and_critic_train_adapters_beside_one_frozen_model_each(one_rank,
     assert largest_gap(result.samples[1]) > 1e-3
     assert len(load_file(tmp_path / "run" / "adapter_model.safetensors")) == 2 * 7 * 2
     assert "base_model.model.score.weight" in load_file(tmp_path / "run" / "critic" / "adapter_model.safetensors")
+
+
+def test_a_resumed_run_goes_on_bit_for_bit_from_adapters_alone(one_rank, tmp_path):
+    inputs = write_inputs(tmp_path) | LORA | {"ckpt_path": str(tmp_path / "checkpoints"), "save_steps": 1}
+    whole = run(tmp_path / "run", **inputs)
+    for file in (tmp_path / "checkpoints").rglob("*.safetensors"):
+        assert not any("base_layer" in name or "embed" in name for name in load_file(file))
+    shutil.rmtree(tmp_path / "checkpoints" / "step_000002")
+    resumed = run(tmp_path / "run", **inputs, load_checkpoint=True)
+    assert resumed.ids() == whole.ids()[1:]
+    assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
 
 
 def session(inputs, folder):
