@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from spmdrl.config import PPOConfig
+from spmdrl.config.chat import ChatConfig
 from spmdrl.config.flags import flags_of
 from spmdrl.config.foreign import ACCEPTED_ALIASES, NOT_YET, OTHER_NAMES, REFUSED
+from spmdrl.config.generate import GenerateConfig
 from spmdrl.config.serve import ServeRMConfig
 from spmdrl.config.supervised import DPOConfig, KDConfig, KTOConfig, RMConfig, SFTConfig
 from tests.config.conftest import ROOT
@@ -70,8 +72,8 @@ def test_what_is_named_instead_exists():
 def test_every_flag_in_the_migration_page_exists():
     named = set(re.findall(r"--(\w+)", DOCS))
     known = {*FLAGS, *NOT_YET, *REFUSED, *ACCEPTED_ALIASES, *LAUNCHER_FLAGS, "config", "help"}
-    for cls in (SFTConfig, RMConfig, DPOConfig, KTOConfig, KDConfig, ServeRMConfig):
-        known |= {*flags_of(cls), *cls.foreign.not_yet, *cls.foreign.refused}
+    for cls in (SFTConfig, RMConfig, DPOConfig, KTOConfig, KDConfig, ServeRMConfig, GenerateConfig, ChatConfig):
+        known |= {*flags_of(cls), *cls.foreign.not_yet, *cls.foreign.refused, *cls.foreign.other_names}
     switches = {f"no_{flag.name}" for flag in FLAGS.values() if flag.kind is bool}
     assert named <= known | switches, named - known - switches
 
