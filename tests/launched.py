@@ -1,12 +1,14 @@
 """Start the command line as users do, under a wall clock: a run that hangs, or leaves a process behind, fails."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +51,8 @@ def tiny_flags(folder: Path, **flags: object) -> list[str]:
         "prompt_data": folder / "prompts.jsonl",
         "remote_rm_url": folder / "reward.py",
     }
+    if "save_path" in flags:
+        files["ckpt_path"] = f"{flags['save_path']}/ckpt"
     return [word for name, value in {**TINY_FLAGS, **files, **flags}.items() for word in (f"--{name}", str(value))]
 
 
@@ -92,19 +96,21 @@ class Running:
         assert not left, f"left processes {left} behind:\n{out}"
         return [Launched(process.wait(), out, ended_at) for process in self.processes]
 
-    def members(self, within_s: float = 0) -> list[int]:
-        """Process ids of the run; with `within_s`, those that do not end by themselves in that time."""
+    def members(self, within_s: float = 0, variable: str = "") -> list[int]:
+        """Process ids of the run; with `within_s`, those that do not end by themselves in that time, and with
+        `variable` those that have this NAME=value in their environment."""
         deadline = time.monotonic() + within_s
         while True:
-            found = [int(p.name) for p in Path("/proc").glob("[0-9]*") if self._is_member(p)]
+            found = [int(p.name) for p in Path("/proc").glob("[0-9]*") if self._is_member(p, variable)]
             if not found or time.monotonic() >= deadline:
                 return found
             time.sleep(0.1)
 
-    def _is_member(self, process: Path) -> bool:
+    def _is_member(self, process: Path, variable: str) -> bool:
         try:
             is_zombie = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            return not is_zombie and f"{MARK}={self.mark}".encode() in (process / "environ").read_bytes()
+            environ = (process / "environ").read_bytes()
+            return not is_zombie and f"{MARK}={self.mark}".encode() in environ and variable.encode() in environ
         except OSError:
             return False
 
@@ -148,3 +154,39 @@ def assert_trained(run: Launched, folder: Path, *, ranks: int) -> None:
     assert len(run.lines("step 1/1 | reward ")) == 1, run.out
     assert (folder / "model.safetensors").exists()
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@contextmanager
+def two_nodes() -> Iterator[tuple[list[list[str]], list[str]]]:
+    """Two network namespaces joined by a cable; the command prefix and address of each."""
+    names = [f"spmdrl{os.getpid()}n{i}" for i in range(2)]
+    links, addresses = [f"sp{os.getpid()}v{i}" for i in range(2)], ["10.231.7.1", "10.231.7.2"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for name, link, address in zip(names, links, addresses, strict=True):
+            ip("link", "set", link, "netns", name)
+            ip("-n", name, "link", "set", link, "name", "eth0")
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield [["ip", "netns", "exec", name] for name in names], addresses
+    finally:
+        for name in names:
+            with suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", name)
+
+
+def why_no_two_nodes() -> str:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return "network namespaces need root and iproute2"
+    try:
+        with two_nodes():
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces here: {error.stderr.decode().strip()}"

@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 
 from spmdrl.launch import free_port
-from tests.launched import BIN, TRAIN, Launched, launch, slurm_tasks, start_by_hand, tiny_flags, torchrun
+from tests.launched import (
+    BIN,
+    ROOT,
+    TRAIN,
+    Launched,
+    Running,
+    launch,
+    slurm_tasks,
+    start_by_hand,
+    tiny_flags,
+    torchrun,
+    two_nodes,
+    why_no_two_nodes,
+)
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 15.0
@@ -137,6 +150,31 @@ def test_a_rank_killed_while_the_others_generate(folder, tmp_path):
     words = ("[rank 0] stopped in ", "rank 1 ended without a word in ", "killed, or out of memory?")
     assert len(runs[0].lines(*words)) == 1, runs[0].out
     assert "Traceback" not in runs[0].out
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_node_whose_processes_are_killed_ends_the_other(folder, tmp_path, killed):
+    """Launcher and rank of one node at once, be it the one where the ranks meet."""
+    if reason := why_no_two_nodes():
+        pytest.skip(reason)
+    flags = tiny_flags(folder, save_path=tmp_path / "out", num_episodes=500)
+    with two_nodes() as (prefixes, addresses):
+        script = str(ROOT / "examples" / "torchrun_two_nodes.sh")
+        commands = [[*prefix, "bash", script, str(i), addresses[0], *flags] for i, prefix in enumerate(prefixes)]
+        envs = [{"GLOO_SOCKET_IFNAME": "eth0", "NPROC_PER_NODE": "1", "TEST_NODE": str(i)} for i in range(2)]
+        running = Running(commands, envs, tmp_path / "log")
+        running.until("step 1/500 |")
+        for pid in running.members(variable=f"TEST_NODE={killed}"):
+            os.kill(pid, signal.SIGKILL)
+        killed_at = time.time()
+        other = running.wait(timeout_s=300)[1 - killed]
+    assert other.code not in (0, -9) and other.ended_at - killed_at < LIMIT_S, other.out
+    words = (
+        f"[rank {1 - killed}] stopped in ",
+        f"rank {killed} ended without a word in ",
+        "killed, or out of memory?",
+    )
+    assert len(other.lines(*words)) == 1, other.out
 
 
 def test_a_disk_that_refuses_the_model(folder, tmp_path):

@@ -1,10 +1,6 @@
 """Real starts under every launcher (U83, U84): whole runs of one step, and meetings where starting is the point."""
 
-import os
-import shutil
-import subprocess
 import sys
-from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -24,6 +20,8 @@ from tests.launched import (
     start_by_hand,
     tiny_flags,
     torchrun,
+    two_nodes,
+    why_no_two_nodes,
 )
 
 pytestmark = [
@@ -64,42 +62,6 @@ def test_the_deepspeed_launcher_starts_two_ranks_and_passes_local_rank(folder, t
     run = launch([*DEEPSPEED, TRAIN, *tiny_flags(folder, save_path=tmp_path / "out")], tmp_path / "log")
     assert_trained(run, tmp_path / "out", ranks=2)
     assert run.lines("--local_rank=1")
-
-
-@contextmanager
-def two_nodes():
-    """Two network namespaces joined by a cable; the command prefix and address of each."""
-    names = [f"spmdrl{os.getpid()}n{i}" for i in range(2)]
-    links, addresses = [f"sp{os.getpid()}v{i}" for i in range(2)], ["10.231.7.1", "10.231.7.2"]
-
-    def ip(*words):
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for name, link, address in zip(names, links, addresses, strict=True):
-            ip("link", "set", link, "netns", name)
-            ip("-n", name, "link", "set", link, "name", "eth0")
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield [["ip", "netns", "exec", name] for name in names], addresses
-    finally:
-        for name in names:
-            with suppress(subprocess.CalledProcessError):
-                ip("netns", "delete", name)
-
-
-def why_no_two_nodes() -> str:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        return "network namespaces need root and iproute2"
-    try:
-        with two_nodes():
-            return ""
-    except subprocess.CalledProcessError as error:
-        return f"no network namespaces here: {error.stderr.decode().strip()}"
 
 
 def test_torchrun_over_two_nodes_by_the_example_script(folder, tmp_path):
