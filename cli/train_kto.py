@@ -2,9 +2,11 @@
 
 from spmdrl.config import parse_config
 from spmdrl.config.supervised import KTOConfig
+from spmdrl.launch import keep_notices
 
 if __name__ == "__main__":
     config = parse_config(KTOConfig)
+    keep_notices()
     from spmdrl.trainer.kto import KTO
     from spmdrl.trainer.supervised_trainer import main
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 FIRST_PORT, NUM_PORTS = 10000, 20000  # for derived ports: below the range that the kernel hands out by itself
 DEEPSPEED_PORT = "29500"
 HINT = "start with torchrun, deepspeed or srun"
+noticed = ""  # name of a signal that keep_notices has kept
 
 
 def launch_environment(environ: Mapping[str, str], local_rank_flag: int = -1) -> dict[str, str]:
@@ -131,3 +133,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def keep_notices() -> None:
+    """Remember SIGUSR1, which would end this process, while libraries load; distributed/preemption.py takes over."""
+
+    def keep(number: int, frame: object) -> None:
+        global noticed
+        noticed = signal.Signals(number).name
+
+    signal.signal(signal.SIGUSR1, keep)

@@ -380,9 +380,9 @@ class AnomalyConfig:
     """Guardrails: what happens when training goes wrong. Each case is counted as anomaly/..."""
 
     on_anomaly: Literal["auto", "warn", "skip", "stop", "rollback"] = "auto"
-    """warn: one line. skip: leave the optimizer step, or the rollout, out. stop: save and end. rollback: go on from the
-    newest checkpoint with other samples. auto: stop at NaN and infinities, warn of the rest. Weights never take a step
-    that is not finite."""
+    """warn: one line. skip: leave the optimizer step, or the rollout, out. stop: save and end. rollback: go on from
+    the newest checkpoint with other samples. auto: stop at NaN and infinities, warn of the rest. Weights never take a
+    step that is not finite."""
     anomaly_ignore: tuple[AnomalyKind, ...] = ()
     """Cases that are only counted."""
     anomaly_spike_factor: float = 10.0
@@ -419,7 +419,8 @@ class StoppingConfig:
     phase_timeout: int = 1800
     """Seconds without progress on any rank after which the run ends and shows where each rank is; 0 never."""
     time_limit_margin_s: int = 120
-    """Save and stop this many seconds before the job's end where Slurm tells it (SLURM_JOB_END_TIME); 0 not at all."""
+    """Save and stop this many seconds before the job's end, where SLURM_JOB_END_TIME tells it, but no earlier than at
+    three quarters of its time; 0 not at all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,9 +83,16 @@ def _join(local_rank_flag: int, stopping: StoppingConfig) -> None:
     if stopping.phase_timeout:
         watchdog.Watchdog(stopping.phase_timeout, _peers, _stop_stuck(stopping.phase_timeout)).start()
     comm.join(store, max(comm.COLLECTIVE_TIMEOUT, timedelta(seconds=2 * stopping.phase_timeout)))
-    job_end = os.environ.get("SLURM_JOB_END_TIME", "")
-    if stopping.time_limit_margin_s and job_end.isdigit():
-        preemption.request_at(int(job_end) - stopping.time_limit_margin_s, "the job's time limit")
+    _notice_before_the_jobs_end(stopping.time_limit_margin_s)
+
+
+def _notice_before_the_jobs_end(margin_s: float) -> None:
+    """Where Slurm, or a batch script, says when the job ends; at most a quarter of its time before."""
+    start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
+    if start.isdigit() and end.isdigit():
+        margin_s = min(margin_s, (int(end) - int(start)) / 4)
+    if margin_s and end.isdigit():
+        preemption.notice_at(int(end) - margin_s, "the job's time limit")
 
 
 def _leave(code: int, line: str = "") -> NoReturn:

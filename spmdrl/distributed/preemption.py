@@ -1,9 +1,12 @@
 """Stopping a run where it loses nothing: a request is told to all ranks at once and acted on at the next safe point.
 
 SIGTERM, SIGUSR1 and SIGINT, on any rank, are requests once the program has come to its first safe point. Before, there
-is nothing to save and they end the run at once. So does a second signal: one that comes more than ECHO_S after the
-first, since a signal sent to a launcher and its ranks together reaches a rank twice. SIGUSR1 is a notice that a
-SIGTERM may follow (Slurm: `--signal` before the time limit, SIGTERM at it), which then is not the second.
+is nothing to save: SIGTERM and SIGINT end the run at once. So does a second signal, one that comes more than ECHO_S
+after the first, since a signal sent to a launcher and its ranks together reaches a rank twice.
+
+SIGUSR1 is a notice: a SIGTERM may follow (Slurm: `--signal` before the time limit, SIGTERM at it), which then is not
+the second signal. A notice that comes during start-up waits for one finished step, or a job with a short time limit
+would start for ever.
 """
 
 import os
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from spmdrl import launch
 from spmdrl.distributed import comm, whereabouts
 
 EXIT_RESUME = 75  # a checkpoint is saved: start the same command again with --load_checkpoint (EX_TEMPFAIL)
@@ -22,7 +26,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 ECHO_S = 1.0
 
 _asked = threading.Event()
-_reason = ""
+_reason = _notice = ""
 _tell: Callable[[str], None] | None = None
 _has_safe_points = False
 
@@ -44,8 +48,8 @@ def install(tell: Callable[[str], None], stop_now: Callable[[str, int], NoReturn
     an exit code. Both are called in a thread, which hears of a signal even while the main one is in a long call of
     another language.
     """
-    global _tell
-    _tell = tell
+    global _tell, _notice
+    _tell, _notice = tell, launch.noticed
     heard, raised = socket.socketpair()
     raised.setblocking(False)
     signal.set_wakeup_fd(raised.detach(), warn_on_full_buffer=False)
@@ -66,12 +70,12 @@ def _listen(heard: socket.socket, stop_now: Callable[[str, int], NoReturn]) -> N
         for number in map(signal.Signals, numbers):
             if number not in SIGNALS:
                 continue
-            if not _has_safe_points:
+            if not _has_safe_points and number != signal.SIGUSR1:
                 stop_now(f"stopped by {number.name}", 128 + number)
             now = time.monotonic()
             if first is None or (first == signal.SIGUSR1 != number):
                 first, first_at = number, now
-                request(number.name)
+                (notice if number == signal.SIGUSR1 else request)(number.name)
             elif now - first_at > ECHO_S:
                 stop_now(f"stopped by a second signal ({number.name})", 128 + number)
 
@@ -107,9 +111,18 @@ def hear(reason: str) -> None:
     _asked.set()
 
 
-def request_at(unix_time: float, reason: str) -> None:
-    """Request at that time, or at once where it has passed."""
-    timer = threading.Timer(max(unix_time - time.time(), 0.0), request, args=(reason,))
+def notice(reason: str) -> None:
+    """A request; during start-up one that waits until the run has made a step."""
+    global _notice
+    if _has_safe_points:
+        request(reason)
+    else:
+        _notice = reason
+
+
+def notice_at(unix_time: float, reason: str) -> None:
+    """Notice at that time, or at once where it has passed."""
+    timer = threading.Timer(max(unix_time - time.time(), 0.0), notice, args=(reason,))
     timer.daemon = True
     timer.start()
 
@@ -123,6 +136,8 @@ def safe_point() -> None:
     """Raise Preempted on every rank if there is a request on any. A collective."""
     global _has_safe_points
     _has_safe_points = True
+    if _notice and whereabouts.steps_begun() > 1:
+        request(_notice)
     if comm.any_rank(requested()):
         _asked.wait(1.0)  # the reason is on its way
         raise Preempted(_reason or "asked by a peer", whereabouts.where())

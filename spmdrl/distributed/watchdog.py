@@ -33,7 +33,7 @@ class Watchdog:
     @property
     def limit_s(self) -> float:
         """With what a sign of a peer may take to get here."""
-        timeout_s = self.timeout_s if whereabouts.in_step() else max(self.timeout_s, START_UP_S)
+        timeout_s = self.timeout_s if whereabouts.steps_begun() else max(self.timeout_s, START_UP_S)
         return timeout_s + 2 * self.tick_s
 
     def _watch(self) -> None:

@@ -1,6 +1,6 @@
 """What this rank is doing, and signs that it moves: for error messages, its peers and the watchdog."""
 
-_phase, _step, _beats = "start-up", 0, 0
+_phase, _step, _steps_begun, _beats = "start-up", 0, 0, 0
 
 
 def enter(phase: str) -> None:
@@ -10,8 +10,9 @@ def enter(phase: str) -> None:
 
 
 def begin_step(step: int) -> None:
-    global _step
+    global _step, _steps_begun
     _step = step
+    _steps_begun += 1
     beat()
 
 
@@ -26,9 +27,9 @@ def beats() -> int:
     return _beats
 
 
-def in_step() -> bool:
-    """Whether the first step has begun."""
-    return _step > 0
+def steps_begun() -> int:
+    """Steps that have begun in this process."""
+    return _steps_begun
 
 
 def where() -> str:

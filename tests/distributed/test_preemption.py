@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -169,6 +171,23 @@ def test_a_job_stops_by_itself_before_slurms_time_limit(tmp_path):
     assert "(the job's time limit): checkpoint saved" in ended.errors[0]
 
 
+class SlowStart(Run):
+    def __call__(self, rank, failing):
+        self.write(f"up{rank}", "")
+        time.sleep(1.5)
+        super().__call__(rank, failing)
+
+
+@pytest.mark.slow
+def test_a_notice_during_start_up_waits_for_one_step(tmp_path):
+    """Slurm sends it too early for a job of two minutes; a run that made no step would never get further."""
+    ranks = start_guarded(tmp_path, SlowStart(tmp_path), world_size=2)
+    until(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists())
+    os.kill(ranks[1].pid, signal.SIGUSR1)
+    assert ends_of(ranks, tmp_path).codes == [75, 75]
+    assert [read(tmp_path, f"stopped{rank}") for rank in range(2)] == ["2", "2"]
+
+
 class Helper(Run):
     """Every step starts a forked process, which gets a signal: SIGUSR1 is not for it, SIGTERM ends it."""
 
@@ -204,6 +223,7 @@ def asked(monkeypatch):
     flag = threading.Event()
     monkeypatch.setattr(preemption, "_asked", flag)
     monkeypatch.setattr(preemption, "_reason", "")
+    monkeypatch.setattr(preemption, "_notice", "")
     monkeypatch.setattr(preemption, "_has_safe_points", False)
     return flag
 
@@ -228,3 +248,36 @@ def test_errors_of_code_whose_helpers_a_signal_has_ended_are_excused_only_then(a
         raise ValueError("the pool is broken")
     with pytest.raises(KeyboardInterrupt), preemption.excused():
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("environ", "margin_s", "at"),
+    [
+        ({"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "5000"}, 120, [4880]),
+        ({"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "1120"}, 120, [1090]),
+        ({"SLURM_JOB_END_TIME": "5000"}, 120, [4880]),
+        ({"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "5000"}, 0, []),
+        ({"SLURM_JOB_END_TIME": ""}, 120, []),
+        ({}, 120, []),
+    ],
+)
+def test_the_margin_before_the_jobs_end_is_at_most_a_quarter_of_its_time(monkeypatch, environ, margin_s, at):
+    from spmdrl.distributed import guard, preemption
+
+    for name in ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    asked_for = []
+    monkeypatch.setattr(preemption, "notice_at", lambda unix_time, reason: asked_for.append(unix_time))
+    guard._notice_before_the_jobs_end(margin_s)
+    assert asked_for == at
+
+
+def test_a_notice_while_libraries_load_is_kept():
+    code = (
+        "import os, signal; from spmdrl import launch; launch.keep_notices(); os.kill(os.getpid(), signal.SIGUSR1);"
+        "print(launch.noticed)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "SIGUSR1\n"), done.stderr
