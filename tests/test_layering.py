@@ -124,6 +124,8 @@ def test_nobody_asks_whether_it_is_the_main_rank_but_those_that_write():
         "tracking.py",
         "trainer/checkpoint.py",
         "trainer/export.py",
+        "trainer/generation.py",
+        "trainer/output_file.py",
         "trainer/ppo_trainer.py",
         "trainer/supervised_trainer.py",
     }
