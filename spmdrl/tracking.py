@@ -130,7 +130,10 @@ class Tracker:
         if not is_main:
             return
         self.folder = Path(save_path).expanduser()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--save_path {save_path}: {error.strerror or error}") from None
         for name in LOGS:
             open_log(self.folder / name, resume_step)
         state = read_state(self.folder) if resume_step is not None else {}

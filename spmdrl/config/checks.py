@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from spmdrl.config.flags import flags_of, values_of
 from spmdrl.config.registry import ALGOS, dict_of_strings
-from spmdrl.errors import UserError
+from spmdrl.errors import UserError, shortened
 
 if TYPE_CHECKING:
     from spmdrl.config.ppo import PPOConfig
@@ -80,30 +81,45 @@ RANGES: dict[str, Range] = {
     "eps_clip_low_high": (lambda x: 0 < x[0] <= 1 and x[1] > 0, "two widths above 0, the first at most 1"),
     "dual_clip": (lambda x: x > 1, "above 1"),
     "save_steps": (lambda x: x == -1 or x >= 1, "-1 (never) or at least 1"),
+    "stop": (all, "texts that are not empty"),
     "seed": (lambda x: 0 <= x < 2**31, "from 0 to 2147483647"),
+}
+
+
+# Where infinity means that there is no limit.
+MAY_BE_INFINITE = {
+    *("max_norm", "eps_clip", "eps_clip_low_high", "dual_clip", "value_clip", "rollout_token_cap"),
+    *("reward_clip_range", "rollout_correction_range", "dynamic_filtering_range", "anomaly_spike_factor"),
 }
 
 
 def check_ranges(config: Any, ranges: Mapping[str, Range] = RANGES) -> None:
     for name, value in values_of(config).items():
+        if isinstance(value, float) and math.isinf(value) and name not in MAY_BE_INFINITE:
+            raise UserError(f"--{name} must be finite, got {value}")
         if value is None or name not in ranges:
             continue
         is_valid, wanted = ranges[name]
         if not is_valid(value):
-            shown = " ".join(f"{x:g}" for x in value) if isinstance(value, tuple) else value
+            shown = shortened(" ".join(map(_shown, value)) if isinstance(value, tuple) else str(value))
             raise UserError(f"--{name} must be {wanted}, got {shown}")
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def check_batches(config: PPOConfig) -> None:
     samples, batch = config.samples_per_step, config.optim.train_batch_size
     if samples % batch == 0:
         return
-    lower = max(d for d in range(1, min(batch, samples + 1)) if samples % d == 0)
-    upper = next((d for d in range(batch + 1, samples + 1) if samples % d == 0), None)
+    small = [d for d in range(1, math.isqrt(min(samples, 10**10)) + 1) if samples % d == 0]
+    divisors = sorted({*small, *(samples // d for d in small)})
+    nearest = [max(d for d in divisors if d < batch), *(d for d in divisors if d > batch)][:2]
     raise UserError(
         f"--train_batch_size {batch} does not divide the {samples} samples of a step (--rollout_batch_size "
         f"{config.rollout.rollout_batch_size} x --n_samples_per_prompt {config.rollout.n_samples_per_prompt}); the "
-        f"nearest that does is {lower}{f' or {upper}' if upper else ''}"
+        f"nearest that does is {' or '.join(map(str, nearest))}"
     )
 
 

@@ -8,7 +8,7 @@ from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from spmdrl.config.registry import Registry
-from spmdrl.errors import UserError
+from spmdrl.errors import UserError, shortened
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,24 @@ class Flag:
         """The value that `words` stand for; `where` names the flag, or file and key, in the error."""
         if self.num_values is not None and len(words) != self.num_values:
             wanted = "one value" if self.num_values == 1 else f"{self.num_values} values"
-            got = f"{len(words)} values" if self.is_secret else " ".join(words) or "none"
+            got = f"{len(words)} values" if self.is_secret else shortened(" ".join(words)) or "none"
             raise UserError(f"{where} takes {wanted}, got {got}")
         values = tuple(self._convert_word(word, where) for word in words)
         return values[0] if self.num_values == 1 else values
 
     def _convert_word(self, word: str, where: str) -> Any:
         if self.choices and word not in self.choices:
-            raise UserError(f"{where} has no '{word}', only {', '.join(self.choices)}{nearest(word, self.choices)}")
+            raise UserError(
+                f"{where} has no '{shortened(word)}', only {', '.join(self.choices)}{nearest(word, self.choices)}"
+            )
         try:
             value = self.kind(word)
         except ValueError:
             value = None
         if value is None or value != value:
-            raise UserError(f"{where} takes {'a whole number' if self.kind is int else 'a number'}, got '{word}'")
+            raise UserError(
+                f"{where} takes {'a whole number' if self.kind is int else 'a number'}, got '{shortened(word)}'"
+            )
         return value
 
 

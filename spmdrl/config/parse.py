@@ -13,9 +13,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from spmdrl.config.flags import Flag, build, flags_of, nearest, to_flat_dict
 from spmdrl.config.foreign import ACCEPTED_ALIASES, PPO, Foreign
-from spmdrl.errors import UserError
+from spmdrl.errors import UserError, shortened
 from spmdrl.launch import launch_environment
 
+_PLAIN = (str, int, float)  # values of yaml that stand for one word of a command line
 CONFIG_FILE = Flag("config", None, None, str)
 
 
@@ -78,7 +79,7 @@ def _group(argv: Sequence[str]) -> Iterable[tuple[str, list[str]]]:
         elif groups:
             groups[-1][1].append(word)
         else:
-            raise UserError(f"'{word}' comes before any flag; every value follows its --flag")
+            raise UserError(f"'{shortened(word)}' comes before any flag; every value follows its --flag")
     return groups
 
 
@@ -91,7 +92,9 @@ def _from_words(flag: Flag, word: str, given: list[str]) -> Any:
     if flag.kind is not bool:
         return None if flag.is_optional and given == ["None"] else flag.convert(given, word)
     if given:
-        raise UserError(f"{word} takes no value, got '{' '.join(given)}': write --{flag.name} or --no_{flag.name}")
+        raise UserError(
+            f"{word} takes no value, got '{shortened(' '.join(given))}': write --{flag.name} or --no_{flag.name}"
+        )
     return word == f"--{flag.name}"
 
 
@@ -118,8 +121,8 @@ def _load_yaml(path: Path) -> dict[Any, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--config {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"--config {path} is not yaml: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # dates and numbers that there are not
+        raise UserError(f"--config {path} is not yaml: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(content, dict | None):
         raise UserError(f"--config {path} must hold lines such as 'seed: 1', not a {type(content).__name__}")
     return content or {}
@@ -131,10 +134,25 @@ def _from_yaml(flag: Flag, value: Any, where: str) -> Any:
     if isinstance(value, bool) and (flag.kind is bool or flag.is_secret):
         return value if flag.kind is bool else "True" if value else None
     items = value if isinstance(value, list) and flag.num_values != 1 else [value]
-    if flag.kind is bool or any(item is None or isinstance(item, bool | list | dict) for item in items):
+    if flag.kind is bool or any(isinstance(item, bool) or not isinstance(item, _PLAIN) for item in items):
         wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text; quote it if it is"}
-        raise UserError(f"{where} takes {wanted[flag.kind]}, got {value!r}")
-    return flag.convert([str(item) for item in items], where)
+        raise UserError(f"{where} takes {wanted[flag.kind]}, got {_start_of(value)}")
+    return flag.convert([_word(item, where) for item in items], where)
+
+
+def _word(item: str | float, where: str) -> str:
+    try:
+        return str(item)
+    except ValueError:  # a whole number of thousands of digits
+        raise UserError(f"{where} is too large a number") from None
+
+
+def _start_of(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__}"
+    return shortened(shown)
 
 
 def foreign_of(cls: type) -> Foreign:
@@ -155,7 +173,7 @@ def _explain_unknown(unknown: Iterable[tuple[str, str]], flags: Iterable[str], f
             reason = f"no flag here (it is called --{foreign.other_names[name]})"
         else:
             reason = f"no flag here{nearest(name.lstrip('-').replace('-', '_'), [*flags, 'config', 'help'], '--')}"
-        by_reason.setdefault(reason, []).append(shown)
+        by_reason.setdefault(reason, []).append(shortened(shown))
     return [f"{', '.join(dict.fromkeys(words))}: {reason}" for reason, words in by_reason.items()]
 
 

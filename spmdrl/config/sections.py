@@ -94,7 +94,8 @@ class RolloutConfig:
     n_samples_per_prompt: int = 1
     """Responses sampled for each prompt; they form the group of the group estimators."""
     micro_rollout_batch_size: int = 8
-    """Samples of one scoring forward (log-probs, reference, values), per rank."""
+    """Samples of one scoring forward (log-probs, reference, values, reward model), per rank, and of one request to a
+    reward server."""
     generate_max_len: int = 1024
     """Most tokens of one response; longer ones are cut and counted as truncated."""
     generate_min_len: int = 1

@@ -55,10 +55,10 @@ class TextRenderer:
 def parse_input_template(template: str) -> str:
     r"""Checks that the template has one {}, and takes \n, as shells hand it over from '...\n', for a line break."""
     try:
-        fields = [field for _, field, _, _ in Formatter().parse(template) if field is not None]
+        fields = [(f, spec, conversion) for _, f, spec, conversion in Formatter().parse(template) if f is not None]
     except ValueError as error:
         raise UserError(f"--input_template {template!r}: {error}; write other braces as {{{{ and }}}}") from error
-    if fields != [""]:
+    if fields != [("", "", None)]:
         raise UserError(
             f"--input_template {template!r} must have {{}} once, where the prompt goes; "
             f"write other braces as {{{{ and }}}}"

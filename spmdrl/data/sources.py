@@ -4,6 +4,7 @@ Nothing here knows what the columns mean, so that prompts, supervised and prefer
 """
 
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ def load_rows(
     max_samples: at most this many rows, the first ones of the mixture.
     flag: the name of the flag that gave `spec`, for messages; `{flag}_probs` gave `probs`.
     """
-    names = [spec] if Path(spec).expanduser().exists() else [name.strip() for name in spec.split(",")]
+    names = [spec] if _exists(spec) else [name.strip() for name in spec.split(",")]
     if not all(names):
         raise UserError(f"{flag} {spec!r} has an empty name between its commas")
     if max_samples < 1:
@@ -102,6 +103,11 @@ def load_rows(
         for name, count, size in zip(names, used, sizes, strict=True)
     ]
     return Rows([reader for readers in sources for reader in readers], *_locate(sources, order), labels)
+
+
+def _exists(source: str) -> bool:
+    """Also for what is no path, or too long for one."""
+    return os.path.exists(os.path.expanduser(source))
 
 
 def parse_probs(probs: str, num_sources: int, *, flag: str) -> list[float]:
@@ -147,19 +153,24 @@ def _locate(sources: list[list[Reader]], order: np.ndarray) -> tuple[np.ndarray,
 def has_splits(spec: str) -> bool:
     """Whether any of the sources is more than a single file, a saved `Dataset` or the split that its name names."""
     for name in (part.strip() for part in spec.split(",")):
-        path = Path(name).expanduser()
-        if not (path.is_file() or (path / "state.json").is_file() or ("@" in name and not path.exists())):
+        path = os.path.expanduser(name)
+        is_one = os.path.isfile(path) or os.path.isfile(os.path.join(path, "state.json"))
+        if not (is_one or ("@" in name and not _exists(name))):
             return True
     return False
 
 
 def _open_source(source: str, split: str, flag: str) -> list[Reader]:
     name, own_split = source, ""
-    if "@" in source and not Path(source).expanduser().exists():
+    if "@" in source and not _exists(source):
         name, _, own_split = (part.strip() for part in source.rpartition("@"))
         if not (name and own_split):
             raise UserError(f"{flag} {source!r}: expected NAME@SPLIT")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
+    if not _exists(name):
+        if path.suffix.lower() in EXTENSIONS or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+            raise UserError(f"{flag} {name}: no such file or directory")
+        return [_open_hub(name, own_split, split, flag)]
     if path.is_file():
         _refuse_split_of_one(source, own_split, "a single file", flag)
         return [_open_file(path, name)]
@@ -167,9 +178,7 @@ def _open_source(source: str, split: str, flag: str) -> list[Reader]:
         return [_open_saved(path, name, own_split, split, flag)]
     if path.is_dir():
         return _open_directory(path, name, own_split or split, flag)
-    if path.suffix.lower() in EXTENSIONS or name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise UserError(f"{flag} {name}: no such file or directory")
-    return [_open_hub(name, own_split, split, flag)]
+    raise UserError(f"{flag} {name}: neither a file nor a directory")
 
 
 def _open_file(path: Path, name: str) -> Reader:

@@ -135,7 +135,8 @@ def load_module(path: Path) -> ModuleType:
     except UserError:
         raise
     except SyntaxError as error:
-        raise UserError(f"reward file {error.filename}, line {error.lineno}: {error.msg}") from None
+        where = f"{error.filename}, line {error.lineno}" if error.lineno else str(path)
+        raise UserError(f"reward file {where}: {error.msg}") from None
     except (Exception, SystemExit) as error:
         raise RewardError(f"importing reward file {path} failed: {describe(error)}") from error
     finally:
