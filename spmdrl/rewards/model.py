@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.data.batching import plan_micro_batches
-from spmdrl.data.rendering import ChatRenderer
+from spmdrl.data.rendering import TEMPLATE_ERRORS, ChatRenderer
 from spmdrl.distributed import comm, preemption
 from spmdrl.errors import UserError
 from spmdrl.experience import pad
@@ -95,18 +95,30 @@ def make_encoder(tokenizer: Any, own: Any, *, apply_chat_template: bool) -> tupl
 
 
 class _TextEncoder:
-    """Text of prompt and response to the ids of another tokenizer, with its EOS where the response was ended."""
+    """Text of prompt and response to the ids of another tokenizer, with what ends a response there if it was ended."""
 
     def __init__(self, tokenizer: Any, *, renders: bool):
         self.tokenizer = tokenizer
         self.render = ChatRenderer(tokenizer) if renders else None
+        self.ending = _end_of_turn(tokenizer) if renders else tokenizer.eos_token
 
     def __call__(self, batch: RewardBatch) -> list[Tensor]:
         texts = [self._text(batch, i) for i in range(len(batch))]
         return [torch.tensor(ids, dtype=torch.int64) for ids in encode_texts(self.tokenizer, texts)]
 
     def _text(self, batch: RewardBatch, i: int) -> str:
-        query, ending = batch.queries[i], self.tokenizer.eos_token if batch.endings[i] else ""
+        query, ending = batch.queries[i], self.ending if batch.endings[i] else ""
         if self.render is None:
             return query + ending
         return self.render(batch.cells[i]) + query[len(batch.prompts[i]) :] + ending
+
+
+def _end_of_turn(tokenizer: Any) -> str:
+    """What a chat template has after an assistant's last words, often a token of its own; EOS where it has nothing."""
+    words = "last words"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": words}]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except TEMPLATE_ERRORS:
+        return tokenizer.eos_token
+    return text.rpartition(words)[2].strip() or tokenizer.eos_token

@@ -180,6 +180,16 @@ def test_a_model_with_another_chat_template_reads_the_conversation_in_its_own():
     assert texts == [f"[system]Sum.[user]1+1[assistant]2{EOS}", "[system]Sum.[user]1+1[assistant]2 is"]
 
 
+def test_a_chat_template_that_ends_turns_with_a_token_of_its_own_ends_responses_with_it():
+    policy = make_tokenizer()
+    own = make_tokenizer(
+        chat_template=OTHER_TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}<|endoftext|>\n")
+    )
+    encode, _ = make_encoder(policy, own, apply_chat_template=True)
+    batch = batch_of(f"2{EOS}", prompt=ChatRenderer(policy)("1+1"), cell="1+1")
+    assert [own.decode(ids) for ids in encode(batch)] == ["[user]1+1<|endoftext|>\n[assistant]2<|endoftext|>"]
+
+
 @pytest.mark.parametrize(
     ("own", "apply_chat_template"),
     [({}, True), ({"chat_template": OTHER_TEMPLATE}, False), ({"chat_template": None}, True)],

@@ -16,16 +16,16 @@ def inputs(tmp_path_factory):
 
 
 def test_the_average_lies_beside_the_model_and_loads_elsewhere(tmp_path, one_rank, inputs):
-    """With beta 0.5 the average of a run of one update is half way from the first weights to the last."""
+    """With beta 0.75 the average of a run of one update is a quarter of the way from the first weights to the last."""
     from transformers import AutoModelForCausalLM
 
-    flags = {**inputs, "enable_ema": True, "ema_beta": 0.5, "max_samples": 4}
+    flags = {**inputs, "enable_ema": True, "ema_beta": 0.75, "max_samples": 4}
     result = run(tmp_path / "out", **flags, ckpt_path=tmp_path / "ckpt")
     assert len(result.metrics) == 1
     first = dict(AutoModelForCausalLM.from_pretrained(inputs["pretrain"], dtype=torch.float32).named_parameters())
     average = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "ema", dtype=torch.float32)
     for name, weight in average.named_parameters():
-        torch.testing.assert_close(weight, (first[name] + result.weights[name]) / 2, atol=1e-6, rtol=0)
+        torch.testing.assert_close(weight, 0.75 * first[name] + 0.25 * result.weights[name], atol=1e-6, rtol=0)
     assert (tmp_path / "out" / "ema" / "tokenizer.json").exists()
 
 
