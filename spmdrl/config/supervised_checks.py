@@ -76,7 +76,8 @@ def check_required(config: SupervisedConfig) -> None:
 def check_surroundings(config: SupervisedConfig, world_size: int) -> None:
     check_required(config)
     preflight.check_packages(config)
-    models = {"pretrain": config.model.pretrain} | {flag: name for flag, name in config.other_models.items() if name}
+    named = {"pretrain": config.model.pretrain, **config.other_models}
+    models = {flag: name for flag, name in named.items() if name}
     preflight.check_models(models)
     preflight.check_sources({"dataset": config.data.dataset, "eval_dataset": config.data.eval_dataset})
     preflight.check_save_path(config.checkpoint.save_path)

@@ -9,7 +9,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from spmdrl.config import DeepSpeedConfig, OptimConfig
+from spmdrl.config import DeepSpeedConfig, OptimizerConfig
 from spmdrl.distributed import comm
 from spmdrl.distributed.cpu_adam import cpu_adam_class
 from spmdrl.distributed.step_gate import install_gate
@@ -23,7 +23,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 class Strategy:
     """Everything between a plain torch model and its ZeRO-sharded training."""
 
-    def __init__(self, config: DeepSpeedConfig, optim: OptimConfig, *, dtype: torch.dtype):
+    def __init__(self, config: DeepSpeedConfig, optim: OptimizerConfig, *, dtype: torch.dtype):
         self.config, self.optim, self.dtype = config, optim, dtype
 
     def for_stage(self, zero_stage: int | None) -> "Strategy":

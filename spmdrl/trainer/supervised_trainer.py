@@ -81,6 +81,7 @@ class SupervisedTrainer:
             warmup_steps=self.warmup_steps,
         )
         self.step = 0  # optimizer steps taken
+        self.updates = 0  # since then: there is nothing in the middle of an optimizer step
         self.eval_metrics: dict[str, float] = {}  # of the last evaluation
         self.saver.restore()
         if comm.is_main():
@@ -189,10 +190,6 @@ class SupervisedTrainer:
         return {name: self.eval_metrics[metric] for name, metric in names.items() if metric in self.eval_metrics}
 
     # ---- what is saved (trainer/saving.py) -------------------------------------------------------------------------
-    @property
-    def updates(self) -> int:
-        return 0  # a step is one optimizer step: there is none in the middle of it
-
     def shards(self) -> dict[str, Shards]:
         return {"model": EngineState(self.engine)}
 
