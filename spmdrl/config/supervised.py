@@ -112,6 +112,8 @@ class HeldOutConfig:
 
     eval_steps: int = -1
     """Evaluate every this many optimizer steps and at the end; -1: after every epoch."""
+    eval_on_start: bool = False
+    """Evaluate before the first step too, as step 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

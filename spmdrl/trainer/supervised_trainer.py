@@ -116,6 +116,8 @@ class SupervisedTrainer:
     def fit(self) -> None:
         with self.saver.saved_when_stopped():
             preemption.safe_point()  # from here on a signal is answered with a checkpoint
+            if self.eval_set is not None and self.config.eval.eval_on_start and self.step == 0:
+                self.tracker.log(self.evaluate(self.eval_set), 0)
             for rows in self.sampler:
                 guard.set_step(self.step + 1)
                 samples = self.train_set.samples(rows)  # all ranks', of which each takes its micro-batches

@@ -28,7 +28,11 @@ from spmdrl.trainer.reward_training import RewardTraining
 from tests.ranks import run_ranks
 from tests.trainer.supervised import CONFIGS, HELD_OUT, ROWS, build, logged, run, weights_of, write_inputs
 
+SLOW = pytest.mark.slow
 PROGRAMS = pytest.mark.parametrize("program", CONFIGS)
+FAST_FIRST = pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=() if name in ("sft", "rm") else SLOW) for name in CONFIGS]
+)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +148,7 @@ def test_a_micro_batch_without_samples_weighs_nothing():
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
-@PROGRAMS
+@FAST_FIRST
 def test_a_run_learns_logs_and_saves_a_model_that_transformers_loads_the_same(tmp_path, one_rank, inputs, program):
     trainer = run(program, tmp_path, **inputs, max_epochs=4)
     train, held_out = logged(trainer, "train"), logged(trainer, "eval")
@@ -167,7 +171,7 @@ def test_a_run_learns_logs_and_saves_a_model_that_transformers_loads_the_same(tm
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template
 
 
-@pytest.mark.parametrize("pad", ["eos", "own", None])
+@pytest.mark.parametrize("pad", ["eos", pytest.param("own", marks=SLOW), pytest.param(None, marks=SLOW)])
 def test_a_reward_model_gives_transformers_the_same_scores_of_padded_texts_whatever_pads(tmp_path, one_rank, pad):
     """Sequences end in EOS, which is the pad token too, in the model that training starts from."""
     inputs = write_inputs(tmp_path / "inputs", pad=pad)
@@ -193,7 +197,9 @@ def test_a_reward_model_gives_transformers_the_same_scores_of_padded_texts_whate
 
 
 def test_held_out_loss_is_that_of_transformers_with_prompts_masked(tmp_path, one_rank, inputs):
-    trainer = run("sft", tmp_path, **inputs, max_epochs=1)
+    trainer = run("sft", tmp_path, **inputs, max_epochs=1, eval_on_start=True)
+    first, *_, last = logged(trainer, "eval")
+    assert first["eval/loss"] > last["eval/loss"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     total, count = 0.0, 0
@@ -204,9 +210,10 @@ def test_held_out_loss_is_that_of_transformers_with_prompts_masked(tmp_path, one
         with torch.no_grad():
             total += float(model(input_ids=torch.tensor([prompt + response]), labels=labels).loss) * len(response)
         count += len(response)
-    assert logged(trainer, "eval")[-1]["eval/loss"] == pytest.approx(total / count, rel=1e-5)
+    assert last["eval/loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@SLOW
 def test_without_learning_policy_and_reference_are_the_same_model(tmp_path, one_rank, inputs):
     """DPO's loss is then log 2, KTO's 1/2, every reward and KL 0, also for a reference that is given."""
     for program, loss in (("dpo", math.log(2)), ("kto", 0.5)):
@@ -217,12 +224,14 @@ def test_without_learning_policy_and_reference_are_the_same_model(tmp_path, one_
                 assert all(abs(row[name]) < 1e-4 for name in row if "rewards" in name or name.endswith("kl"))
 
 
+@SLOW
 def test_another_reference_is_the_one_that_counts(tmp_path, one_rank, inputs):
     other = write_inputs(tmp_path / "other", seed=9)["pretrain"]
     trainer = run("dpo", tmp_path / "dpo", **inputs, learning_rate=0.0, ref_pretrain=other)
     assert any(abs(row["train/rewards/chosen"]) > 0.1 for row in logged(trainer, "train"))
 
 
+@SLOW
 @PROGRAMS
 def test_packed_or_padded_and_in_micro_batches_of_any_size_a_run_is_the_same(tmp_path, one_rank, inputs, program):
     runs = [
@@ -238,7 +247,7 @@ def test_packed_or_padded_and_in_micro_batches_of_any_size_a_run_is_the_same(tmp
                 assert a == pytest.approx(b, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("program", ["rm", "kto"])
+@pytest.mark.parametrize("program", ["rm", pytest.param("kto", marks=SLOW)])
 def test_three_steps_and_three_more_are_six(tmp_path, one_rank, inputs, program):
     """Bitwise, across an epoch's end; what is logged and the best model too."""
     flags = {**inputs, "max_epochs": 2, "save_steps": 3, "eval_steps": 2}
@@ -264,6 +273,7 @@ def stop_after(trainer, steps):
             return
 
 
+@SLOW
 def test_the_best_model_is_kept_apart_from_the_last(tmp_path, one_rank, inputs):
     """A learning rate that destroys what it learned: the best held-out loss is not the last."""
     trainer = run("sft", tmp_path, **inputs, max_epochs=2, learning_rate=0.03, eval_steps=1, lr_scheduler="constant")
@@ -330,7 +340,7 @@ def train_each(inputs, folder, settings):
     return results
 
 
-@pytest.mark.slow
+@SLOW
 def test_every_program_makes_the_same_updates_however_rows_are_dealt(tmp_path):
     """One rank, ZeRO-0 and micro-batches of 4, against two with ZeRO-3 or 2 and micro-batches of 1, padded or packed.
 
