@@ -30,9 +30,9 @@ def statements(code):
 
 
 def test_the_loop_in_the_readme_is_the_loop_of_the_trainer():
-    fit = next(block for block in blocks("python") if "def fit" in block)
+    fit = next(block for block in blocks("python") if "self.rollout" in block)
     source = (ROOT / "spmdrl" / "trainer" / "ppo_trainer.py").read_text()
-    position = source.index("def fit(self)")
+    position = source.index("def _fit(self)")
     for line in statements(fit):
         assert line in source[position:], f"{line!r} is not in PPOTrainer.fit, or not in that order"
         position = source.index(line, position)
@@ -57,7 +57,7 @@ def test_make_targets_files_and_links_exist():
             assert command.split()[1] in targets, command
     for link in re.findall(r"\]\(([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
-    tree = README[README.index("cli/train_ppo.py     parse") :].split("```")[0]
+    tree = README[README.index("cli/                 a thin") :].split("```")[0]
     for line in tree.splitlines():
         for path in re.findall(r"^[\w/.]+|(?<=  )\w+/(?=  |$)", line):
             assert (ROOT / path).exists(), path
