@@ -2,9 +2,9 @@
 
     python examples/make_pipeline_data.py OUT_DIR
 
-Writes sft, pairs and prompts, each with train.jsonl and test.jsonl; no question of a test file is in a train file. A good
-answer is a sentence with the right number; a bad one has a wrong number, or no sentence, or gives up. The same seed
-writes the same files.
+Writes sft, pairs and prompts, each with train.jsonl and test.jsonl; no question of a test file is in a train file. A
+good answer is a sentence with the right number; a bad one has a wrong number, or no sentence, or gives up. The same
+seed writes the same files.
 """
 
 import argparse
