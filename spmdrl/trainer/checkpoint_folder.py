@@ -4,6 +4,7 @@ A checkpoint is a directory with a manifest, written last. `latest` is a JSON fi
 checkpoint. Directories that begin with a dot are under construction or on their way out.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -38,7 +39,9 @@ class Manifest:
         return sum(file.size for file in self.files.values())
 
     def write(self, folder: Path) -> None:
-        write_file(folder / MANIFEST, [json.dumps(asdict(self), indent=1).encode()])
+        content = asdict(self)
+        content["checksum"] = _checksum(content)
+        write_file(folder / MANIFEST, [json.dumps(content, indent=1).encode()])
         sync(folder)
 
     @classmethod
@@ -52,6 +55,8 @@ class Manifest:
             raise ValueError(f"{MANIFEST} is damaged") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{MANIFEST} is not of format {FORMAT}, the one that is read here")
+        if content.pop("checksum", None) != _checksum(content):
+            raise ValueError(f"{MANIFEST} does not match its checksum")
         try:
             files = {str(name): Written(**file) for name, file in content.pop("files").items()}
             manifest = cls(**content, files=files)
@@ -60,6 +65,10 @@ class Manifest:
         if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in files):
             raise ValueError(f"{MANIFEST} names files elsewhere")
         return manifest
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 Found = tuple[Path, Manifest]

@@ -80,7 +80,8 @@ def write_inputs(
 def config_of(save_path: str | Path, **flags: Any) -> PPOConfig:
     """FLAGS with these in place of their own; None takes a flag out."""
     words: list[str] = []
-    for name, value in ({**FLAGS, "save_path": str(save_path)} | flags).items():
+    paths = {"save_path": str(save_path), "ckpt_path": f"{save_path}/ckpt"}
+    for name, value in (FLAGS | paths | flags).items():
         if value is None:
             continue
         if isinstance(value, bool):

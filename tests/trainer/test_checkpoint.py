@@ -1,0 +1,395 @@
+"""Invariant 7: a checkpoint is whole or absent, whatever happens while it is written, and whatever else lies there."""
+
+import errno
+import json
+import os
+import resource
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from spmdrl.config import CheckpointConfig
+from spmdrl.distributed.engine_state import Fragment
+from spmdrl.errors import UserError
+from spmdrl.trainer import checkpoint, checkpoint_folder, tensor_file
+from spmdrl.trainer.checkpoint import Checkpointer
+from tests.ranks import run_ranks
+
+DESCRIPTION = {"program": "PPOConfig", "flags": {"seed": 1}, "contents": {}}
+
+
+@dataclass
+class Numbers:
+    """A part of a run: one flat tensor."""
+
+    values: torch.Tensor = field(default_factory=lambda: torch.zeros(1000))
+
+    def fragments(self):
+        return [Fragment("numbers/weight", len(self.values), 0, self.values, is_replicated=True)]
+
+    def state_dict(self):
+        return {"sum": float(self.values.sum())}
+
+    def load(self, state, read):
+        for fragment in self.fragments():
+            fragment.tensor.copy_(read(fragment))
+        assert state == self.state_dict()
+
+
+def make(root, *, description=DESCRIPTION, **flags):
+    return Checkpointer(CheckpointConfig(ckpt_path=str(root), **flags), description)
+
+
+def save(checkpointer, step, name=None):
+    numbers = Numbers(torch.full((1000,), float(step)))
+    state = {"step": step, "nested": [{"rate": 0.1}, torch.arange(3)]}
+    checkpointer.save(name or f"step_{step:06d}", {"numbers": numbers}, state, {"rng": torch.tensor([step])})
+    return checkpointer.finish()
+
+
+def resume(root, **flags):
+    """(checkpointer, step) of a run that goes on; the step of None is a run from the beginning."""
+    checkpointer = make(root, load_checkpoint=True, **flags)
+    found = checkpointer.find()
+    if found is None:
+        return checkpointer, None
+    numbers = Numbers()
+    found.load({"numbers": numbers})
+    step = found.state["step"]
+    assert torch.equal(numbers.values, torch.full((1000,), float(step)))
+    assert found.state["nested"][0] == {"rate": 0.1}
+    assert torch.equal(found.state["nested"][1], torch.arange(3))
+    assert torch.equal(found.of_ranks[0]["rng"], torch.tensor([step]))
+    return checkpointer, step
+
+
+def started(root, *steps, **flags):
+    """A run that has saved these steps."""
+    checkpointer = make(root, **flags)
+    for step in steps:
+        save(checkpointer, step)
+    return checkpointer
+
+
+def names(root):
+    return sorted(path.name for path in Path(root).iterdir() if path.is_dir())
+
+
+# ---- what is found --------------------------------------------------------------------------------------------------
+def test_what_was_saved_comes_back(tmp_path):
+    started(tmp_path, 1, 2)
+    assert resume(tmp_path)[1] == 2
+
+
+def test_without_the_flag_a_run_begins_afresh_and_its_checkpoints_are_its_own(tmp_path):
+    """U72: a higher step of another run in the same directory is neither taken nor removed nor counted."""
+    started(tmp_path, 1000)
+    other = make(tmp_path)
+    assert other.find() is None
+    assert resume(tmp_path)[1] is None
+    started(tmp_path, 1, 2, 3, max_ckpt_num=2)
+    assert resume(tmp_path)[1] == 3
+    assert names(tmp_path) == ["step_000002", "step_000003", "step_001000"]
+
+
+def test_nothing_there_is_said(tmp_path, capsys):
+    assert resume(tmp_path / "new")[1] is None
+    assert f"no checkpoint in {tmp_path / 'new'}, starting from the beginning" in capsys.readouterr().out
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_resumed_run_is_the_same_run(tmp_path):
+    """It removes what it saved before it was resumed, and what an interrupted save left."""
+    started(tmp_path, 1, 2, max_ckpt_num=2)
+    (tmp_path / ".saving-step_000003-0123").mkdir()
+    checkpointer, _ = resume(tmp_path, max_ckpt_num=2)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+    save(checkpointer, 3)
+    assert names(tmp_path) == ["step_000002", "step_000003"]
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["numbers.rank00000.safetensors", "state.json", "state.safetensors", "manifest.json"])
+@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
+def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path, capsys, file, damage):
+    started(tmp_path, 1, 2)
+    damage(tmp_path / "step_000002" / file)
+    assert resume(tmp_path)[1] == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "ignored: " in line]
+    assert str(tmp_path / "step_000002") in line
+
+
+def test_where_all_are_damaged_nothing_begins_afresh(tmp_path):
+    started(tmp_path, 1, 2)
+    flip(tmp_path / "step_000001" / "state.json")
+    truncate(tmp_path / "step_000002" / "state.json")
+    with pytest.raises(UserError, match=r"no checkpoint in \S+ is whole"):
+        resume(tmp_path)
+    for step in (1, 2):
+        (tmp_path / f"step_00000{step}" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"step_000002, which \S+latest names, is not whole, and there is no other"):
+        resume(tmp_path)
+
+
+def test_foreign_directories_and_files_are_passed_over(tmp_path, capsys):
+    started(tmp_path, 1)
+    (tmp_path / "global_step1000").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "manifest.json").write_text("[]")
+    (tmp_path / "future").mkdir()
+    (tmp_path / "future" / "manifest.json").write_text('{"format": 99}')
+    shutil.copytree(tmp_path / "step_000001", tmp_path / "outside")
+    outside = checkpoint_folder.Manifest.read(tmp_path / "outside")
+    outside.files["../notes.txt"] = tensor_file.Written.of(tmp_path / "notes.txt")
+    outside.write(tmp_path / "outside")
+    checkpointer, step = resume(tmp_path, max_ckpt_num=1)
+    assert step == 1
+    ignored = [line for line in capsys.readouterr().out.splitlines() if "ignored: " in line]
+    assert len(ignored) == 4, ignored
+    save(checkpointer, 2)
+    assert names(tmp_path) == ["future", "global_step1000", "list", "outside", "step_000002"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run": 5}', None])
+def test_without_a_readable_latest_it_is_the_newest(tmp_path, content):
+    started(tmp_path, 1, 2)
+    if content is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_text(content)
+    assert resume(tmp_path)[1] == (None if content == '{"run": 5}' else 2)
+
+
+def test_a_damaged_checkpoint_does_not_stand_in_the_way_of_a_new_one_of_its_name(tmp_path):
+    started(tmp_path, 1, 2)
+    truncate(tmp_path / "step_000002" / "state.json")
+    checkpointer, _ = resume(tmp_path)
+    save(checkpointer, 2)
+    assert names(tmp_path) == ["step_000001", "step_000002", "step_000002-2"]
+    assert resume(tmp_path)[1] == 2
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------
+def test_the_size_limit_counts_own_checkpoints_only_and_keeps_the_newest(tmp_path, monkeypatch):
+    started(tmp_path, 1000)
+    size = checkpoint_folder.Manifest.read(tmp_path / "step_001000").num_bytes
+    assert 4000 < size < 10_000
+    checkpointer = started(tmp_path, 1, 2, 3, max_ckpt_num=10)
+    limits = {"max_num": 10, "run": checkpointer.run}
+    checkpoint_folder._prune(tmp_path, max_bytes=2 * size + 100, **limits)
+    assert names(tmp_path) == ["step_000002", "step_000003", "step_001000"]
+    checkpoint_folder._prune(tmp_path, max_bytes=1, **limits)
+    assert names(tmp_path) == ["step_000003", "step_001000"]
+
+
+def test_a_model_alone_is_kept_but_not_gone_on_from(tmp_path, capsys):
+    checkpointer = started(tmp_path, 1)
+    export = lambda folder: (folder.mkdir(), (folder / "config.json").write_text("{}"))  # noqa: E731
+    checkpointer.save("step_000002", {}, {}, {}, export=export)
+    assert checkpointer.finish() == tmp_path / "step_000002"
+    assert (tmp_path / "step_000002" / "hf" / "config.json").read_text() == "{}"
+    assert resume(tmp_path)[1] == 1
+    assert "step_000002: a model without training state" in capsys.readouterr().out
+
+
+def test_the_best_is_kept_apart(tmp_path):
+    checkpointer = started(tmp_path, 1, max_ckpt_num=1)
+    best = checkpointer.for_best()
+    for step in (1, 2):
+        best.save(f"step_{step:06d}", {}, {}, {}, export=lambda folder: folder.mkdir())
+        best.finish()
+    save(checkpointer, 3)
+    assert names(tmp_path) == ["best", "step_000003"]
+    assert names(tmp_path / "best") == ["step_000002"]
+    assert resume(tmp_path)[1] == 3
+
+
+# ---- being killed, and disks that refuse ----------------------------------------------------------------------------
+class Killed(BaseException):
+    pass
+
+
+def calls_to_the_disk(monkeypatch, on_call):
+    """`on_call(number, what)` before each call that changes files, also those that removing a tree makes."""
+    count = iter(range(1, 10**6))
+    places = [(Path, name) for name in ("mkdir", "rename", "replace")] + [
+        (os, name) for name in ("fsync", "unlink", "rmdir")
+    ]
+    for owner, name in places:
+        own = getattr(owner, name)
+
+        def call(*args, own=own, name=name, **options):
+            on_call(next(count), name)
+            return own(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_killed_at_any_moment_of_a_save_the_old_or_the_new_one_is_whole(tmp_path, keep):
+    """U72, with --max_ckpt_num 1 too. A second save is cut off before each of its calls that change the disk, in the
+    middle of each file, and the run resumed."""
+    done, seen = False, set()
+    for number in range(1, 200):
+        folder = tmp_path / str(number)
+        checkpointer = started(folder, 1, max_ckpt_num=keep)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def die(at, what, number=number):
+                if at == number:
+                    seen.add(what)
+                    raise Killed
+
+            calls_to_the_disk(patch, die)
+            try:
+                save(checkpointer, 2)
+                done = True
+            except Killed:
+                pass
+        assert resume(folder, max_ckpt_num=keep)[1] in ((2,) if done else (1, 2))
+        assert not list(folder.glob(".saving-*"))
+        if done:
+            break
+    assert done
+    assert seen >= {"mkdir", "fsync", "rename", "replace"} | ({"unlink", "rmdir"} if keep == 1 else set())
+    assert number > 10
+
+
+@pytest.mark.parametrize("problem", [errno.ENOSPC, errno.EROFS, errno.EDQUOT])
+def test_a_disk_that_refuses_anything_is_one_error_and_the_old_one_still_loads(tmp_path, problem):
+    refused = 0
+    for number in range(1, 200):
+        folder = tmp_path / str(number)
+        checkpointer = started(folder, 1, max_ckpt_num=1)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def refuse(at, what, number=number):
+                if at >= number:
+                    raise OSError(problem, os.strerror(problem))
+
+            calls_to_the_disk(patch, refuse)
+            try:
+                save(checkpointer, 2)
+                saved = True
+            except UserError as error:
+                assert str(folder) in str(error) and os.strerror(problem) in str(error)
+                saved, refused = False, refused + 1
+        assert resume(folder)[1] in ((2,) if saved else (1, 2))
+        if saved and number > 20:
+            break
+    assert refused > 5
+
+
+def limited_save(folder):
+    """Rank 1 may write 1000 bytes a file, rank 0 as much as it likes. The error of each rank."""
+    from spmdrl.distributed import comm
+
+    checkpointer = started(folder, 1)
+    if comm.rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    try:
+        save(checkpointer, 2)
+    except UserError as error:
+        return str(error), resume(folder)[1]
+    return None
+
+
+@pytest.mark.slow
+def test_a_full_disk_on_one_rank_is_the_same_error_on_all(tmp_path):
+    for message, step in run_ranks(2, limited_save, tmp_path):
+        assert f"--ckpt_path {tmp_path}: cannot save step_000002: rank 1: " in message
+        assert "File too large" in message
+        assert step == 1
+    assert names(tmp_path) == ["step_000001"]
+
+
+# ---- in the background ----------------------------------------------------------------------------------------------
+def test_a_save_goes_on_while_the_caller_does(tmp_path, monkeypatch):
+    import threading
+
+    may_write, own = threading.Event(), checkpoint._write_own
+    monkeypatch.setattr(checkpoint, "_write_own", lambda *args: (may_write.wait(30), own(*args))[1])
+    checkpointer = make(tmp_path)
+    checkpointer.save("step_000001", {"numbers": Numbers()}, {"step": 1}, {})
+    assert names(tmp_path) == [f".saving-step_000001-{checkpointer.run[:8]}"]
+    may_write.set()
+    assert checkpointer.finish() == tmp_path / "step_000001"
+    assert checkpointer.finish() is None
+
+
+def test_a_second_save_waits_for_the_first(tmp_path):
+    checkpointer = make(tmp_path)
+    for step in (1, 2):
+        checkpointer.save(f"step_{step:06d}", {"numbers": Numbers()}, {"step": step}, {})
+    assert (tmp_path / "step_000001" / "manifest.json").exists()
+    assert not (tmp_path / "step_000002").exists()
+
+
+def test_an_error_in_the_background_is_raised_when_the_save_is_completed(tmp_path, monkeypatch):
+    checkpointer = started(tmp_path, 1)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    checkpointer.save("step_000002", {"numbers": Numbers()}, {"step": 2}, {})
+    with pytest.raises(UserError, match=r"cannot save step_000002: rank 0: .*No space left on device"):
+        checkpointer.finish()
+    assert names(tmp_path) == ["step_000001"]
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+def test_tensors_of_every_kind_are_read_back_by_safetensors(tmp_path):
+    tensors = {
+        "scalar": torch.tensor(2.5),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.randn(7).bfloat16(),
+        "ids": torch.arange(6).reshape(2, 3).T,
+        "empty": torch.empty(0),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "double": torch.randn(3, dtype=torch.float64),
+    }
+    written = tensor_file.write_tensors(tmp_path / "file", tensors, {"format": "pt"})
+    assert written == tensor_file.Written.of(tmp_path / "file")
+    found = tensor_file.read_tensors(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+
+
+def test_ranges_are_put_together_from_several_files(tmp_path):
+    whole = torch.arange(20)
+    for name, start, end in (("a", 13, 20), ("b", 0, 6), ("c", 6, 13)):
+        tensor_file.write_tensors(tmp_path / name, {"x": whole[start:end]}, {tensor_file.STARTS: f'{{"x": {start}}}'})
+    reader = tensor_file.RangeReader([tmp_path / name for name in "abc"])
+    for start, end in ((0, 20), (5, 14), (6, 13), (7, 9), (19, 20)):
+        assert torch.equal(reader.read("x", start, end, 20), whole[start:end])
+    with pytest.raises(ValueError, match="x has 20 elements there, 21 here"):
+        reader.read("x", 0, 21, 21)
+    with pytest.raises(ValueError, match="y has 0 elements there, 3 here"):
+        reader.read("y", 0, 3, 3)
+
+
+def test_states_come_back_from_json_and_tensors():
+    tensors = {}
+    state = {"a": [1, {"b": torch.arange(3)}, (2, None)], "c": torch.tensor(1.5), "d": float("inf"), "e": 0.1 + 0.2}
+    text = json.dumps(tensor_file.pack(state, tensors))
+    back = tensor_file.unpack(json.loads(text), tensors)
+    assert torch.equal(back["a"][1]["b"], state["a"][1]["b"])
+    assert torch.equal(back["c"], state["c"])
+    assert back["a"][2] == [2, None]
+    assert (back["d"], back["e"]) == (state["d"], state["e"])
