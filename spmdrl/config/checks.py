@@ -30,6 +30,7 @@ def check_flags(config: PPOConfig) -> None:
     check_template(config)
     check_hardware(config)
     check_role_stages(config)
+    check_share_backbone(config)
     check_evaluation(config)
     check_anomaly(config)
 
@@ -258,7 +259,7 @@ NEEDS = {
     "dynamic_filtering_max_draws": "dynamic_filtering",
     "gradient_checkpointing_use_reentrant": "gradient_checkpointing",
     "allow_config_change": "load_checkpoint",
-    **dict.fromkeys(("lora_alpha", "lora_dropout", "target_modules", "load_in_4bit"), "lora_rank"),
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "target_modules", "load_in_4bit", "share_backbone"), "lora_rank"),
 }
 
 
@@ -288,6 +289,17 @@ def check_hardware(config: Any) -> None:
         raise UserError(f"--zpg {deepspeed.zpg} partitions ZeRO-3 weights: it needs --zero_stage 3")
     if model.attention == "flash_attention_2" and model.bf16 is False:
         raise UserError("--attention flash_attention_2 (--flash_attn) computes in bfloat16 only; drop it or --no_bf16")
+
+
+def check_share_backbone(config: PPOConfig) -> None:
+    """What is held once has one place and one ZeRO stage."""
+    if not config.share_backbone:
+        return
+    if not config.needs_critic and not config.reward.models:
+        raise UserError("--share_backbone: there is neither a critic nor a --reward_pretrain to share with; drop it")
+    for name in ("critic_zero_stage", "ref_reward_zero_stage", "ref_reward_offload"):
+        if getattr(config.deepspeed, name) not in (None, False):
+            raise UserError(f"--{name} is for models of their own, and --share_backbone has one for all; drop it")
 
 
 def check_role_stages(config: PPOConfig) -> None:

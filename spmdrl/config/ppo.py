@@ -43,6 +43,9 @@ class PPOConfig:
     stopping: StoppingConfig = field(default_factory=StoppingConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    share_backbone: bool = False
+    """Policy, critic and reward models are adapters (--lora_rank) and heads on one frozen --pretrain, which is held
+    once and is the reference model. --critic_pretrain (unless it is --pretrain) and --reward_pretrain are adapters."""
     seed: int = 42
     """Seed of data order, sampling and initialisation."""
     full_determinism: bool = False

@@ -39,8 +39,9 @@ def check_surroundings(config: PPOConfig, world_size: int) -> None:
 
 
 def models(config: PPOConfig) -> dict[str, str]:
-    """The checkpoints that are given, by flag."""
-    given = {"pretrain": config.model.pretrain, "critic_pretrain": config.critic.critic_pretrain}
+    """The checkpoints of whole models that are given, by flag."""
+    critic = None if config.share_backbone else config.critic.critic_pretrain
+    given = {"pretrain": config.model.pretrain, "critic_pretrain": critic}
     return {flag: name for flag, name in given.items() if name}
 
 
@@ -87,6 +88,8 @@ def check_required(config: PPOConfig) -> None:
 
 def check_files(config: PPOConfig) -> None:
     check_models(models(config))
+    if config.share_backbone:
+        check_adapters(config)
     check_sources(
         {
             "prompt_data": config.data.prompt_data,
@@ -94,13 +97,30 @@ def check_files(config: PPOConfig) -> None:
             "eval_dataset": config.eval.eval_dataset,
         }
     )
-    check_reward_sources(config.reward)
+    check_reward_sources(config.reward, has_adapters=config.share_backbone)
     check_save_path(config.checkpoint.save_path)
     check_save_path(config.checkpoint.ckpt_path, "ckpt_path")
 
 
-def check_reward_sources(reward: RewardConfig) -> None:
-    for name in reward.models:
+def check_adapters(config: PPOConfig) -> None:
+    """With --share_backbone, critic and reward models are adapters that were trained on --pretrain."""
+    pretrain, critic = str(config.model.pretrain), config.critic.critic_pretrain
+    given = [("critic_pretrain", critic)] if critic not in (None, pretrain) else []
+    for flag, name in [*given, *(("reward_pretrain", name) for name in config.reward.models)]:
+        file = Path(name) / "adapter_config.json"
+        if not os.path.isfile(file):
+            raise UserError(
+                f"--{flag} {name} with --share_backbone: no adapter, there is no adapter_config.json in it"
+            )
+        base = str(json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path"))
+        if Path(base).absolute() != Path(pretrain).resolve() and base != pretrain:
+            raise UserError(
+                f"--{flag} {name} with --share_backbone: an adapter on {base}, not on --pretrain {pretrain}"
+            )
+
+
+def check_reward_sources(reward: RewardConfig, *, has_adapters: bool = False) -> None:
+    for name in () if has_adapters else reward.models:
         check_models({"reward_pretrain": name})
     if reward.servers and not is_installed("httpx2"):
         raise UserError("--remote_rm_url http://... needs the package httpx2: pip install httpx2")

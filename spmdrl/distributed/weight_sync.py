@@ -27,10 +27,10 @@ def iter_adapter(engine: Any, *, bucket_mb: int) -> Iterator[tuple[str, Tensor]]
     """Like `iter_weights`, of what LoRA trains: its matrices and a value head, under the names that peft saves."""
     model = unwrap(engine)
     trained = ((name, p) for name, p in getattr(model, "model", model).named_parameters() if p.requires_grad)
-    yield from _iter_tensors((_Piece(_saved_name(name), p) for name, p in trained), bucket_mb)
+    yield from _iter_tensors((_Piece(saved_name(name), p) for name, p in trained), bucket_mb)
 
 
-def _saved_name(name: str) -> str:
+def saved_name(name: str) -> str:
     """peft's parameters have the adapter's name in theirs, q_proj.lora_A.default.weight, its files do not."""
     return "base_model.model." + re.sub(r"(\.lora_[AB])\.\w+(?=\.)", r"\1", name)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import LoraConfig
 from spmdrl.distributed.strategy import unwrap
+from spmdrl.distributed.weight_sync import saved_name
 from spmdrl.errors import UserError, first_line
 from spmdrl.models.value_head import HF_HEAD, ValueHead
 
@@ -29,26 +30,52 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
     if config.lora_rank == 0:
         return
     from peft import LoraConfig as PeftConfig
-    from peft import TaskType, inject_adapter_in_model
+    from peft import TaskType
     from transformers.pytorch_utils import Conv1D
 
-    head = dict(model.named_children()).get(HF_HEAD)
-    has_value_head = isinstance(head, ValueHead)
     peft_config = PeftConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=_targets(model, config.target_modules),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's weights are W^T
-        task_type=TaskType.SEQ_CLS if has_value_head else TaskType.CAUSAL_LM,
-        base_model_name_or_path=_absolute(model.config.name_or_path),
+        task_type=TaskType.CAUSAL_LM if _value_head(model) is None else TaskType.SEQ_CLS,
+        base_model_name_or_path=absolute(model.config.name_or_path),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(peft_config, model)
-    if has_value_head:
+        _inject(model, peft_config)
+
+
+def load_adapter(model: Any, folder: str) -> None:
+    """The same with the adapters, and the value head, that `write_adapter` or peft saved in `folder`."""
+    from peft import PeftConfig
+    from peft.utils import load_peft_weights
+
+    _inject(model, PeftConfig.from_pretrained(folder))
+    weights = {saved_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    found = load_peft_weights(folder, device="cpu")
+    if strangers := sorted(weights.keys() ^ found.keys()):
+        raise ValueError(f"{', '.join(strangers[:3])} in one of them only, {len(strangers)} in all")
+    with torch.no_grad():
+        for name, p in weights.items():
+            p.copy_(found[name])
+
+
+def _inject(model: Any, peft_config: Any) -> None:
+    from peft import inject_adapter_in_model
+
+    peft_config.modules_to_save, peft_config.inference_mode = None, False
+    inject_adapter_in_model(peft_config, model)
+    head = _value_head(model)
+    if head is not None:
         head.requires_grad_(True)
         peft_config.modules_to_save = [HF_HEAD]  # what a reader of the adapter replaces as a whole
+
+
+def _value_head(model: Any) -> ValueHead | None:
+    head = dict(model.named_children()).get(HF_HEAD)
+    return head if isinstance(head, ValueHead) else None
 
 
 def _targets(model: Any, names: tuple[str, ...]) -> str | list[str]:
@@ -65,7 +92,7 @@ def _targets(model: Any, names: tuple[str, ...]) -> str | list[str]:
     return list(names)
 
 
-def _absolute(name: str) -> str:
+def absolute(name: str) -> str:
     """A local folder's full path, so that an adapter finds its base from anywhere; a hub name as it is."""
     return str(Path(name).resolve()) if Path(name).exists() else name
 

@@ -19,10 +19,11 @@ from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import Strategy
 from spmdrl.errors import UserError
 from spmdrl.models.actor import Actor
+from spmdrl.models.backbone import Backbone
 from spmdrl.models.loading import checkpoint_weight_names, load_causal_lm
 from spmdrl.models.lora import WithoutLora, add_lora, quantization
 from spmdrl.models.tokenizer import load_tokenizer
-from spmdrl.models.value_head import load_reward_model, load_value_model
+from spmdrl.models.value_head import RewardModel, ValueModel, load_reward_model, load_value_model
 from spmdrl.rewards.combined import told_apart
 from spmdrl.rewards.model import ModelReward, make_encoder, policy_ids, score_sequences
 from spmdrl.rollout.engine import RolloutEngine
@@ -37,9 +38,18 @@ def seed_everything(seed: int, full_determinism: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def build_actor(config: PPOConfig, strategy: Strategy, counts: BatchSizes) -> Any:
+def load_backbone(config: PPOConfig, strategy: Strategy) -> Backbone | None:
+    """What --share_backbone shares; None without."""
+    return Backbone(_load_policy(config, strategy)) if config.share_backbone else None
+
+
+def _load_policy(config: PPOConfig, strategy: Strategy) -> Any:
     with strategy.loading():
-        model = load_causal_lm(config.model, dtype=strategy.dtype, **quantization(config.lora, strategy.dtype))
+        return load_causal_lm(config.model, dtype=strategy.dtype, **quantization(config.lora, strategy.dtype))
+
+
+def build_actor(config: PPOConfig, strategy: Strategy, counts: BatchSizes, backbone: Backbone | None) -> Any:
+    model = _load_policy(config, strategy) if backbone is None else backbone.causal_lm()
     add_lora(model, config.lora, seed=config.seed)
     enable_checkpointing(model, config.model)
     return strategy.trainable(
@@ -70,26 +80,41 @@ class Given(NamedTuple):
 
 
 def build_reward_models(
-    config: PPOConfig | GenerateConfig, strategy: Strategy, tokenizer: Any, *, value_head_prefix: str
+    config: PPOConfig | GenerateConfig,
+    strategy: Strategy,
+    tokenizer: Any,
+    *,
+    value_head_prefix: str,
+    backbone: Backbone | None = None,
 ) -> dict[str, ModelReward]:
     """The models of --reward_pretrain by the names that logs have for them, for responses in `tokenizer`'s ids."""
     paths = [Path(name) for name in config.reward.models]
     names = told_apart([(path.name, f"{path.parent.name}_{path.name}") for path in paths])
     prefix = value_head_prefix
-    models = [_build_reward_model(name, config, strategy, tokenizer, prefix) for name in config.reward.models]
+    models = [
+        _build_reward_model(name, config, strategy, tokenizer, prefix, backbone) for name in config.reward.models
+    ]
     return dict(zip(names, models, strict=True))
 
 
 def _build_reward_model(
-    name: str, config: PPOConfig | GenerateConfig, strategy: Strategy, tokenizer: Any, value_head_prefix: str
+    name: str,
+    config: PPOConfig | GenerateConfig,
+    strategy: Strategy,
+    tokenizer: Any,
+    value_head_prefix: str,
+    backbone: Backbone | None,
 ) -> ModelReward:
     flag, strategy = "--reward_pretrain", strategy.for_stage(config.deepspeed.ref_reward_zero_stage)
     own = load_tokenizer(replace(config.model, pretrain=name, tokenizer_chat_template=None), flag=flag)
     encode, how = make_encoder(tokenizer, own, apply_chat_template=config.data.apply_chat_template)
-    with strategy.loading():
-        model = load_reward_model(
-            name, config.model, flag=flag, value_head_prefix=value_head_prefix, dtype=strategy.dtype
-        )
+    if backbone is not None:
+        model = RewardModel(backbone.load_classifier(name, source=f"{flag} {name}"))
+    else:
+        with strategy.loading():
+            model = load_reward_model(
+                name, config.model, flag=flag, value_head_prefix=value_head_prefix, dtype=strategy.dtype
+            )
     positions = model_positions(model.model.config.get_text_config().to_dict())
     reads_ids = encode is policy_ids
     if reads_ids and positions is not None and positions < config.max_total_len:
@@ -127,22 +152,21 @@ def critic_checkpoint(config: PPOConfig, reward_models: Mapping[str, ModelReward
     return Given("--pretrain", str(config.model.pretrain))
 
 
-def build_critic(config: PPOConfig, strategy: Strategy, counts: BatchSizes, start: Given, *, num_tokens: int) -> Any:
+def build_critic(
+    config: PPOConfig,
+    strategy: Strategy,
+    counts: BatchSizes,
+    start: Given,
+    backbone: Backbone | None,
+    *,
+    num_tokens: int,
+) -> Any:
     """The critic for the `num_tokens` ids of the tokenizer, from `start`; None for an estimator that needs none."""
     if not config.needs_critic:
         return None
     (flag, name), strategy = start, strategy.for_stage(config.deepspeed.critic_zero_stage)
     comm.say(f"critic: starts from {flag} {name}")
-    with strategy.loading():
-        critic = load_value_model(
-            name,
-            config.model,
-            flag=flag,
-            value_head_prefix=config.critic.value_head_prefix,
-            dtype=strategy.dtype,
-            seed=config.seed,
-            **quantization(config.lora, strategy.dtype),
-        )
+    critic = _load_critic(config, strategy, start) if backbone is None else _share_critic(config, backbone, start)
     vocab_size = critic.model.config.get_text_config().vocab_size
     if vocab_size < num_tokens:
         raise UserError(
@@ -151,7 +175,6 @@ def build_critic(config: PPOConfig, strategy: Strategy, counts: BatchSizes, star
         )
     if critic.has_new_head:
         comm.say(f"critic: {name} has no value head, a new one is initialised")
-    add_lora(critic.model, config.lora, seed=config.seed)
     enable_checkpointing(critic.model, config.model)
     return strategy.trainable(
         critic,
@@ -159,6 +182,27 @@ def build_critic(config: PPOConfig, strategy: Strategy, counts: BatchSizes, star
         total_steps=counts.total_optimizer_steps,
         warmup_steps=counts.critic_warmup_steps,
     )
+
+
+def _load_critic(config: PPOConfig, strategy: Strategy, start: Given) -> ValueModel:
+    with strategy.loading():
+        critic = load_value_model(
+            start.name,
+            config.model,
+            flag=start.flag,
+            value_head_prefix=config.critic.value_head_prefix,
+            dtype=strategy.dtype,
+            seed=config.seed,
+            **quantization(config.lora, strategy.dtype),
+        )
+    add_lora(critic.model, config.lora, seed=config.seed)
+    return critic
+
+
+def _share_critic(config: PPOConfig, backbone: Backbone, start: Given) -> ValueModel:
+    if start.name == str(config.model.pretrain):
+        return ValueModel(backbone.new_classifier(config.lora, seed=config.seed), has_new_head=True)
+    return ValueModel(backbone.load_classifier(start.name, source=f"{start.flag} {start.name}"))
 
 
 def enable_checkpointing(model: Any, config: ModelConfig) -> None:

@@ -39,6 +39,7 @@ from spmdrl.trainer.build import (
     build_ref_model,
     build_reward_models,
     critic_checkpoint,
+    load_backbone,
     seed_everything,
 )
 from spmdrl.trainer.checkpoint import Shards
@@ -99,13 +100,17 @@ class PPOTrainer:
         self.dtype = compute_dtype(config.model.bf16)
         self.strategy = Strategy(config.deepspeed, config.optim, dtype=self.dtype)
         self.engine = build_engine(config, self.tokenizer, dtype=self.dtype)
-        self.actor = build_actor(config, self.strategy, self.sizes)
+        backbone = load_backbone(config, self.strategy)
+        self.actor = build_actor(config, self.strategy, self.sizes, backbone)
         prefix = config.critic.value_head_prefix
-        reward_models = build_reward_models(config, self.strategy, self.tokenizer, value_head_prefix=prefix)
+        reward_models = build_reward_models(
+            config, self.strategy, self.tokenizer, value_head_prefix=prefix, backbone=backbone
+        )
         self.reward_fn = combine({**reward_models, **rewards}, config.reward.reward_weights)
         critic = critic_checkpoint(config, reward_models)
-        self.critic_name = critic.name
-        self.critic = build_critic(config, self.strategy, self.sizes, critic, num_tokens=len(self.tokenizer))
+        self.critic_name = critic.name if backbone is None else str(config.model.pretrain)
+        num_tokens = len(self.tokenizer)
+        self.critic = build_critic(config, self.strategy, self.sizes, critic, backbone, num_tokens=num_tokens)
         self.ref_model = build_ref_model(config, self.strategy, self.actor)
         self.average = WeightAverage(self.actor, ema_beta=config.optim.ema_beta) if config.optim.enable_ema else None
         self._build_algorithm()
@@ -412,7 +417,11 @@ class PPOTrainer:
         enabled = self.config.rollout.vllm_enable_sleep
         with (
             self.strategy.states_offloaded(self.actor, enabled=enabled, keeps_weights=True),
-            self.strategy.states_offloaded(self.critic, enabled=enabled and self.critic is not None),
+            self.strategy.states_offloaded(
+                self.critic,
+                enabled=enabled and self.critic is not None,
+                keeps_weights=self.config.share_backbone,  # the policy's are among them
+            ),
         ):
             self.engine.wake_up(["weights"])
             self.sync_weights()
