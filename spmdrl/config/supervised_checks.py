@@ -24,11 +24,14 @@ RANGES: dict[str, checks.Range] = {
     "eval_steps": (lambda x: x == -1 or x >= 1, "-1 (after every epoch) or at least 1"),
 }
 
+# Held-out rows may be a split of --dataset.
+NEEDS = {setting: needed for setting, needed in checks.NEEDS.items() if needed != "eval_dataset"}
+
 
 def check_flags(config: SupervisedConfig) -> None:
     """Raise UserError for the first combination that cannot be meant, naming its flags and what would be valid."""
     checks.check_ranges(config, RANGES)
-    checks.check_needs(config)
+    checks.check_needs(config, NEEDS)
     checks.check_hardware(config)
     check_rendering(config)
     values = values_of(config)

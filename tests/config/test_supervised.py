@@ -128,6 +128,10 @@ def test_the_template_of_old_command_lines_gives_way_to_the_chat_template():
     assert read(SFTConfig, "--apply_chat_template").data.apply_chat_template
 
 
+def test_held_out_rows_may_be_a_split_of_the_data_set():
+    assert read(SFTConfig, "--eval_split validation --eval_on_start").data.eval_split == "validation"
+
+
 def test_defaults_are_those_of_the_program():
     assert read(SFTConfig, "--output_key o").optim.max_epochs == 2
     assert read(RMConfig, "").optim.max_epochs == 1
