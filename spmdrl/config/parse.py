@@ -140,7 +140,7 @@ def _from_yaml(flag: Flag, value: Any, where: str) -> Any:
     return flag.convert([_word(item, where) for item in items], where)
 
 
-def _word(item: str | float, where: str) -> str:
+def _word(item: Any, where: str) -> str:
     try:
         return str(item)
     except ValueError:  # a whole number of thousands of digits

@@ -51,7 +51,7 @@ class Manifest:
             content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         except OSError:
             raise ValueError(f"no {MANIFEST} in it: not a whole checkpoint of this program") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{MANIFEST} is damaged") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"{MANIFEST} is not of format {FORMAT}, the one that is read here")
@@ -113,9 +113,10 @@ def read_latest(root: Path) -> dict[str, Any]:
     """`run` and `name`; nothing where the file is not there or not ours."""
     try:
         content = json.loads((root / LATEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return content if isinstance(content, dict) else {}
+    is_ours = isinstance(content, dict) and all(isinstance(content.get(key), str | None) for key in ("run", "name"))
+    return content if is_ours else {}
 
 
 def write_latest(root: Path, run: str, name: str | None) -> None:

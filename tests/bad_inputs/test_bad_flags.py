@@ -42,7 +42,7 @@ COMMAND_LINES = {
     "--train_batch_size 0": "--train_batch_size must be at least 1, got 0",
     "--train_batch_size 7": "--train_batch_size 7 does not divide the 4096 samples of a step",
     "--train_batch_size 999999999999 --rollout_batch_size 999999999989": "nearest that does is 999999999989 or",
-    "--generate_max_len 999999": "is more than the 4096 positions of --pretrain model; at most --generate_max_len 3072",
+    "--generate_max_len 999999": "than the 4096 positions of --pretrain model; at most --generate_max_len 3072",
     "--max_len 10": "--max_len 10 leaves no room for a response after --prompt_max_len 1024",
     "--n_samples_per_prompt 1": "group_norm compares the samples of one prompt: it needs --n_samples_per_prompt 2",
     # names of files

@@ -15,6 +15,7 @@ from spmdrl.config.parse import read_config
 from spmdrl.data.prompts import load_prompts
 from spmdrl.errors import UserError
 from spmdrl.rewards.function import read_output
+from spmdrl.trainer.checkpoint_folder import find
 
 fuzz = settings(
     max_examples=int(os.environ.get("SPMDRL_FUZZ", "60")),
@@ -127,3 +128,28 @@ def test_command_lines_of_any_words(words):
 def test_rewards_of_any_shape(returned):
     output = answer(read_output, returned, ["row 1", "row 2"], "f in r.py")
     assert output is None or (output.rewards.shape == (2,) and bool(output.rewards.isfinite().all()))
+
+
+@fuzz
+@given(
+    manifest=st.binary(max_size=40) | JSON.map(lambda value: dumped(value).encode()),
+    latest=st.binary(max_size=40)
+    | (JSON | st.fixed_dictionaries({}, optional={"run": JSON, "name": JSON})).map(
+        lambda value: dumped(value).encode()
+    ),
+)
+@example(manifest=b'{"format": 1}', latest=b'{"run": ["x"], "name": 3}')
+@example(manifest=b"[" * 100_000, latest=b"[" * 100_000)
+def test_manifests_and_names_of_the_latest_checkpoint(folder, manifest, latest):
+    """Nothing of these is a checkpoint: none is found, or one line says which is not whole."""
+    root = folder / "checkpoints"
+    (root / "step_000001").mkdir(parents=True, exist_ok=True)
+    (root / "step_000001" / "manifest.json").write_bytes(manifest)
+    (root / "latest").write_bytes(latest)
+    try:
+        found, problems = find(root)
+    except ValueError as error:
+        assert "is not whole" in str(error)
+    else:
+        assert found == []
+        assert len(problems) == 1
