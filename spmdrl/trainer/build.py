@@ -25,7 +25,7 @@ from spmdrl.models.lora import WithoutLora, add_lora, quantization
 from spmdrl.models.tokenizer import load_tokenizer
 from spmdrl.models.value_head import RewardModel, ValueModel, load_reward_model, load_value_model
 from spmdrl.rewards.combined import told_apart
-from spmdrl.rewards.model import ModelReward, make_encoder, policy_ids, score_sequences
+from spmdrl.rewards.model import ModelReward, make_encoder, score_sequences
 from spmdrl.rollout.engine import RolloutEngine
 
 
@@ -116,8 +116,8 @@ def _build_reward_model(
                 name, config.model, flag=flag, value_head_prefix=value_head_prefix, dtype=strategy.dtype
             )
     positions = model_positions(model.model.config.get_text_config().to_dict())
-    reads_ids = encode is policy_ids
-    if reads_ids and positions is not None and positions < config.max_total_len:
+    same_ids = own.get_vocab() == tokenizer.get_vocab()
+    if same_ids and positions is not None and positions < config.max_total_len:
         raise UserError(
             f"{flag} {name} has {positions} positions, prompt and response up to {config.max_total_len} tokens: lower "
             f"--generate_max_len or --prompt_max_len"
@@ -131,7 +131,6 @@ def _build_reward_model(
         with strategy.on_device(engine):
             return score_sequences(engine, sequences, micro_batch_size=config.rollout.micro_rollout_batch_size)
 
-    same_ids = own.get_vocab() == tokenizer.get_vocab()
     return ModelReward(where, score, encode, normalization=normalization, max_len=positions, knows_policy_ids=same_ids)
 
 

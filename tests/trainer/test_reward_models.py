@@ -30,6 +30,10 @@ def reward_model(tmp_path_factory):
     return make_reward_model(tmp_path_factory.mktemp("rm") / "judge", mean=0.5, std=2.0, seed=3)
 
 
+def scores_of_ids(path, rows):
+    return plain_scores(path, [ids for _, _, ids, _ in rows])
+
+
 def scores_of(path, samples):
     return plain_scores(path, [s.sequence for s in samples])
 
@@ -144,7 +148,8 @@ def four_roles(folder, inputs, settings):
 def test_all_four_roles_on_two_ranks_are_as_on_one_whatever_their_zero_stages(tmp_path, inputs, reward_model):
     """Three prompts a step: the ranks have different numbers of samples, of forwards too with 2 samples in each.
 
-    ZeRO-0 and ZeRO-3 for all, and a mixture: critic 1, reference and reward model sharded.
+    ZeRO-0 and ZeRO-3 for all, and a mixture: critic 1, reference and reward model sharded. Last a step of one prompt,
+    of which the second rank has none.
     """
     inputs = {**inputs, "reward_pretrain": reward_model, "stop": list("aeiounrst"), "num_episodes": 1}
     alone = run_ranks(1, four_roles, str(tmp_path / "one"), inputs, [{"zero_stage": 0}])[0][0]
@@ -152,12 +157,15 @@ def test_all_four_roles_on_two_ranks_are_as_on_one_whatever_their_zero_stages(tm
         {"zero_stage": 0},
         {"zero_stage": 3, "ref_reward_offload": True},
         {"zero_stage": 2, "critic_zero_stage": 1, "ref_reward_zero_stage": 3},
+        {"zero_stage": 3, "rollout_batch_size": 1, "train_batch_size": 2, "max_samples": 1},
     ]
-    for rewards, metrics in run_ranks(2, four_roles, str(tmp_path / "two"), inputs, stages)[0]:
+    *runs, (lonely, _) = run_ranks(2, four_roles, str(tmp_path / "two"), inputs, stages)[0]
+    assert [row[3] for row in lonely[0]] == pytest.approx(scores_of_ids(reward_model, lonely[0]), abs=1e-5)
+    for rewards, metrics in runs:
         assert len(metrics) == len(alone[1]) == 2
         for step, other in zip(alone[0][:1], rewards[:1], strict=True):
             assert [row[:3] for row in step] == [row[:3] for row in other]
-            expected = plain_scores(reward_model, [torch.tensor(ids) for _, _, ids, _ in step])
+            expected = scores_of_ids(reward_model, step)
             for found in (step, other):
                 assert [row[3] for row in found] == pytest.approx(expected, abs=1e-5)
         for name in ("rollout/reward", "critic/loss", "policy/kl", "policy/loss"):
