@@ -43,4 +43,7 @@ if __name__ == "__main__":
     try:
         talk(config)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:  # while the model loads
+        sys.exit(130)

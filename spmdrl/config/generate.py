@@ -257,7 +257,7 @@ def check_surroundings(config: GenerateConfig, world_size: int) -> None:
     preflight.check_models({"pretrain": str(model)})
     preflight.check_sources({"dataset": config.data.dataset})
     preflight.check_reward_sources(config.reward)
-    check_output(Path(str(output_path)))
+    check_output(Path(str(output_path)).expanduser())
     preflight.check_ranks(config, world_size)
     if model_config := preflight.read_model_config("pretrain", str(model)):
         check_positions(config, preflight.model_positions(model_config))
