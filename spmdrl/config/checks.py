@@ -298,7 +298,7 @@ def check_share_backbone(config: PPOConfig) -> None:
     if not config.needs_critic and not config.reward.models:
         raise UserError("--share_backbone: there is neither a critic nor a --reward_pretrain to share with; drop it")
     for name in ("critic_zero_stage", "ref_reward_zero_stage", "ref_reward_offload"):
-        if getattr(config.deepspeed, name) not in (None, False):
+        if getattr(config.deepspeed, name) != flags_of(type(config))[name].default:
             raise UserError(f"--{name} is for models of their own, and --share_backbone has one for all; drop it")
 
 
