@@ -18,7 +18,8 @@ from spmdrl.trainer.update import TrainBatch
 def rng_state() -> dict[str, Any]:
     """Of Python, numpy and torch, on this rank."""
     name, keys, *rest = numpy.random.get_state()
-    state = {"python": random.getstate(), "numpy": [name, keys.tolist(), *rest], "torch": torch.get_rng_state()}
+    numbers = [name, numpy.asarray(keys).tolist(), *rest]
+    state = {"python": random.getstate(), "numpy": numbers, "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state

@@ -18,7 +18,11 @@ class Run(Protocol):
     """A trainer, as far as saving it goes."""
 
     step: int  # the last one that is finished
-    updates: int  # optimizer steps since then
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps since then."""
+        ...
 
     def shards(self) -> Mapping[str, Shards]:
         """What the ranks hold in parts, by name."""
@@ -154,7 +158,6 @@ class Saver:
             guard.set_phase("save")
             stopped.saved_in = str(self.save_state())
             raise
-        except AnomalyStop:
+        except AnomalyStop as stopped:
             guard.set_phase("save")
-            self.save_state()
-            raise
+            raise AnomalyStop(f"{stopped}; checkpoint saved in {self.save_state()}") from stopped

@@ -287,7 +287,7 @@ def test_the_model_beside_a_checkpoint_and_the_best_one_load_elsewhere(tmp_path,
         row["step"]: row["eval/reward"] for row in read_jsonl(tmp_path / "metrics.jsonl") if "eval/reward" in row
     }
     best = max(rewards, key=rewards.get)
-    assert [path.name for path in (tmp_path / "ckpt" / "best").iterdir()] == [f"step_{best:06d}"]
+    assert [path.name for path in (tmp_path / "ckpt" / "best").glob("step_*")] == [f"step_{best:06d}"]
     for folder in (tmp_path / "ckpt" / "step_000002" / "hf", tmp_path / "ckpt" / "best" / f"step_{best:06d}" / "hf"):
         AutoModelForCausalLM.from_pretrained(folder)
     assert trainer.saver.best == rewards[best]
