@@ -48,13 +48,19 @@ class CombinedReward:
 
 def load_rewards(config: RewardConfig, *, batch_size: int) -> dict[str, RewardSource]:
     """Servers and functions by the names that logs have for them; `batch_size` samples are sent in one request."""
-    sources: dict[str, RewardSource] = {}
+    sources: list[RewardSource] = [RewardFunction(spec) for spec in config.functions]
     if config.servers:
-        sources["remote"] = RemoteReward(
-            config.servers, timeout_s=config.remote_rm_timeout, batch_size=batch_size, first=comm.rank()
-        )
-    names = told_apart([_function_names(spec) for spec in config.functions])
-    return sources | {name: RewardFunction(spec) for name, spec in zip(names, config.functions, strict=True)}
+        timeout_s, first = config.remote_rm_timeout, comm.rank()
+        sources.insert(0, RemoteReward(config.servers, timeout_s=timeout_s, batch_size=batch_size, first=first))
+    return dict(zip(source_names(config)[len(config.models) :], sources, strict=True))
+
+
+def source_names(config: RewardConfig) -> list[str]:
+    """What logs call each model, then all servers together, then each function: all different."""
+    models = [(path.name, f"{path.parent.name}_{path.name}") for path in map(Path, config.models)]
+    servers = [("remote", "remote_servers")] if config.servers else []
+    functions = [(name, f"{path.stem}_{name}") for path, name in map(parse_spec, config.functions)]
+    return told_apart([*models, *servers, *functions])
 
 
 def combine(sources: Mapping[str, RewardSource], weights: Sequence[float]) -> RewardSource:
@@ -65,14 +71,9 @@ def combine(sources: Mapping[str, RewardSource], weights: Sequence[float]) -> Re
 
 
 def told_apart(choices: Sequence[Sequence[str]]) -> list[str]:
-    """One name for each row of names from short to long: the shortest that tell all apart, else with a number too."""
-    for names in zip(*choices, strict=True):
-        if len(set(names)) == len(names):
-            return list(names)
-    return [f"{names[-1]}_{number}" for number, names in enumerate(choices, 1)]
-
-
-def _function_names(spec: str) -> tuple[str, str]:
-    """Its name, and its file's with it."""
-    path, name = parse_spec(spec)
-    return name, f"{Path(path).stem}_{name}"
+    """For each row of names from short to long the first that no other row has, else the longest with a number."""
+    names = []
+    for i, row in enumerate(choices):
+        others = {name for other in (*choices[:i], *choices[i + 1 :]) for name in other}
+        names.append(next((name for name in row if name not in others), f"{row[-1]}_{i + 1}"))
+    return names

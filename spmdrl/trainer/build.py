@@ -5,7 +5,6 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
@@ -24,7 +23,7 @@ from spmdrl.models.loading import checkpoint_weight_names, load_causal_lm
 from spmdrl.models.lora import WithoutLora, add_lora, quantization
 from spmdrl.models.tokenizer import load_tokenizer
 from spmdrl.models.value_head import RewardModel, ValueModel, load_reward_model, load_value_model
-from spmdrl.rewards.combined import told_apart
+from spmdrl.rewards.combined import source_names
 from spmdrl.rewards.model import ModelReward, make_encoder, score_sequences
 from spmdrl.rollout.engine import RolloutEngine
 
@@ -88,13 +87,11 @@ def build_reward_models(
     backbone: Backbone | None = None,
 ) -> dict[str, ModelReward]:
     """The models of --reward_pretrain by the names that logs have for them, for responses in `tokenizer`'s ids."""
-    paths = [Path(name) for name in config.reward.models]
-    names = told_apart([(path.name, f"{path.parent.name}_{path.name}") for path in paths])
     prefix = value_head_prefix
     models = [
         _build_reward_model(name, config, strategy, tokenizer, prefix, backbone) for name in config.reward.models
     ]
-    return dict(zip(names, models, strict=True))
+    return dict(zip(source_names(config.reward), models, strict=False))
 
 
 def _build_reward_model(

@@ -6,7 +6,7 @@ import torch
 from spmdrl.config import PPOConfig, RewardConfig
 from spmdrl.config.parse import read_config
 from spmdrl.errors import UserError
-from spmdrl.rewards.combined import CombinedReward, combine, load_rewards, told_apart
+from spmdrl.rewards.combined import CombinedReward, combine, load_rewards, source_names, told_apart
 from spmdrl.rewards.function import RewardFunction
 from spmdrl.rewards.source import RewardBatch, RewardError
 
@@ -96,6 +96,7 @@ def test_a_column_that_one_function_needs_is_looked_for_at_the_start(spec):
     ("choices", "names"),
     [
         ([("f", "a_f"), ("g", "b_g")], ["f", "g"]),
+        ([("f", "a_f"), ("g", "b_g"), ("f", "b_f")], ["a_f", "g", "b_f"]),
         ([("f", "a_f"), ("f", "b_f")], ["a_f", "b_f"]),
         ([("f", "a_f"), ("f", "a_f")], ["a_f_1", "a_f_2"]),
         ([], []),
@@ -103,6 +104,11 @@ def test_a_column_that_one_function_needs_is_looked_for_at_the_start(spec):
 )
 def test_sources_are_told_apart_in_the_logs(choices, names):
     assert told_apart(choices) == names
+
+
+def test_a_model_and_a_function_of_the_same_name_are_two():
+    config = RewardConfig(reward_pretrain="runs/judge", remote_rm_url="http://a/x", reward_func=("b.py:judge",))
+    assert source_names(config) == ["runs_judge", "remote", "b_judge"]
 
 
 def test_functions_are_called_by_their_name_or_with_their_files(spec, tmp_path):
