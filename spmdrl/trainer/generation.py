@@ -206,7 +206,8 @@ class Generation:
         lines[0] += f"; {tally.num_truncated} of {num_responses} responses cut at --max_new_tokens"
         if tally.num_rewards:
             mean = tally.sum_rewards / tally.num_rewards
-            kept = f", {tally.sum_kept_rewards / tally.num_kept_rewards:.4g} of those kept" if tally.num_lines else ""
+            chosen = output.post_processor is not None and tally.num_lines > 0
+            kept = f", {tally.sum_kept_rewards / tally.num_kept_rewards:.4g} of those kept" if chosen else ""
             lines.append(f"mean reward: {mean:.4g} of {tally.num_rewards} responses{kept}")
         return lines
 
