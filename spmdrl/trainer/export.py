@@ -131,13 +131,13 @@ class _Export:
 
     def _write_model(self) -> None:
         self._write_weights()
-        self._name_weight_files()
         own, self.model.config = self.model.config, self.hf_config
         try:
             with _no_progress_bar():
                 self.model.save_pretrained(self.partial, state_dict={})  # everything but the weights
         finally:
             self.model.config = own
+        self._name_weight_files()  # after save_pretrained, which removes files of weights that it did not write
 
     def _finish(self, tokenizer: Any) -> None:
         self._write_model()
