@@ -1,6 +1,9 @@
 """Which samples share a forward, and on which rank."""
 
 from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def split_evenly(items: Sequence[int], parts: int) -> list[list[int]]:
@@ -12,6 +15,11 @@ def split_evenly(items: Sequence[int], parts: int) -> list[list[int]]:
         out.append(list(items[start:end]))
         start = end
     return out
+
+
+def in_groups(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """Each `size` consecutive items."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, micro_batch_size: int) -> list[list[list[int]]]:

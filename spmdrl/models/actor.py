@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.models.packing import hidden_states, last_action_lengths
+from spmdrl.models.packing import Layout, last_action_lengths, padded
 
 # Most logits that exist at a time. A host's allocator returns larger blocks to the system and faults them in again;
 # a GPU needs large products to be busy.
@@ -152,17 +152,17 @@ class Actor(nn.Module):
     """A Hugging Face causal LM as a policy.
 
     Sequences are right-padded and attention is causal, so a real token never sees padding: no attention mask is
-    passed, which keeps the fast attention kernels and makes the pad token's id irrelevant. `packs`: sequences go
-    through the decoder without padding, as one row.
+    passed, which keeps the fast attention kernels and makes the pad token's id irrelevant. `layout`: how sequences
+    go through the decoder.
     """
 
-    def __init__(self, model: Any, *, temperature: float = 1.0, packs: bool = False):
+    def __init__(self, model: Any, *, temperature: float = 1.0, layout: Layout = padded):
         super().__init__()
         if not isinstance(model.get_output_embeddings(), LogProbHead):
             model.set_output_embeddings(LogProbHead(model.get_output_embeddings()))
         self.model = model
         self.temperature = temperature
-        self.packs = packs
+        self.layout = layout
 
     def forward(
         self,
@@ -178,8 +178,7 @@ class Actor(nn.Module):
         `sequences[:, 1:]` was sampled. The log-prob is that of the distribution that was sampled from:
         log softmax(logits / temperature). Only action positions reach the LM head.
         """
-        lengths = last_action_lengths(action_mask) if self.packs else None
-        hidden = hidden_states(self.model.get_decoder(), sequences, lengths)
+        hidden = self.layout(self.model.get_decoder(), sequences, last_action_lengths(action_mask))
         labels = sequences[:, 1:][action_mask]
         head = self.model.get_output_embeddings()
         scale = getattr(self.model.config, "logits_scaling", None)  # Granite divides its logits by a constant

@@ -16,7 +16,7 @@ from spmdrl.models.actor import (
     logit_slices,
     wide,
 )
-from spmdrl.models.packing import hidden_states, last_action_lengths
+from spmdrl.models.packing import Layout, last_action_lengths, padded
 
 Consume = Callable[[slice, Tensor], None]  # some rows, and the teacher's logits of them
 OverTeacher = Callable[[Sequence[slice], Consume], Any]  # calls Consume with each of the slices, in order
@@ -94,16 +94,16 @@ class DistillationHead(LogProbHead):
 class Student(Actor):
     """An Actor that can also compare itself with a teacher."""
 
-    def __init__(self, model: Any, *, packs: bool = False):
+    def __init__(self, model: Any, *, layout: Layout = padded):
         model.set_output_embeddings(DistillationHead(model.get_output_embeddings()))
-        super().__init__(model, packs=packs)
+        super().__init__(model, layout=layout)
 
     def forward(self, sequences: Tensor, action_mask: Tensor, **options: Any) -> Any:
         """As Actor; with over_teacher and kd_coef the sums over tokens of the loss, of its CE and of its KL."""
         if "over_teacher" not in options:
             return super().forward(sequences, action_mask, **options)
-        lengths = last_action_lengths(action_mask) if self.packs else None
-        hidden = hidden_states(self.model.get_decoder(), sequences, lengths)[:, :-1][action_mask]
+        hidden = self.layout(self.model.get_decoder(), sequences, last_action_lengths(action_mask))
+        hidden = hidden[:, :-1][action_mask]
         return self.model.get_output_embeddings()(hidden, sequences[:, 1:][action_mask], **options)
 
 
@@ -124,11 +124,11 @@ class Teacher(nn.Module):
     """A causal LM to learn from. Called with sequences it reads them; called with what it then returned, it says what
     it thinks of them."""
 
-    def __init__(self, model: Any, *, packs: bool = False):
+    def __init__(self, model: Any, *, layout: Layout = padded):
         super().__init__()
         model.set_output_embeddings(TeacherHead(model.get_output_embeddings()))
         self.model = model
-        self.packs = packs
+        self.layout = layout
 
     @torch.no_grad()
     def forward(self, *args: Any) -> Any:
@@ -137,5 +137,5 @@ class Teacher(nn.Module):
         if len(args) == 3:
             return self.model.get_output_embeddings()(*args)
         sequences, action_mask = args
-        lengths = last_action_lengths(action_mask) if self.packs else None
-        return hidden_states(self.model.get_decoder(), sequences, lengths)[:, :-1][action_mask]
+        hidden = self.layout(self.model.get_decoder(), sequences, last_action_lengths(action_mask))
+        return hidden[:, :-1][action_mask]

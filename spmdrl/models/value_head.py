@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from spmdrl.config import LoadConfig
 from spmdrl.errors import UserError
 from spmdrl.models.loading import load_whole, loading_options, read_hf_config, reading
-from spmdrl.models.packing import hidden_states
+from spmdrl.models.packing import Layout, padded
 
 # What the heads of transformers, OpenRLHF, and TRL or DeepSpeed-Chat are called in their checkpoints.
 HEAD_NAMES = ("score", "value_head", "v_head")
@@ -61,20 +61,19 @@ class RewardModel(nn.Module):
     """A Hugging Face sequence classifier with one label, as a reward model: one score a sequence.
 
     Sequences are right-padded and no attention mask is passed, as in ValueModel. The score is read at the last real
-    token, whatever its id: transformers' own forward reads before an EOS that is the pad token too. `packs`: sequences
-    go through the backbone without padding, as one row.
+    token, whatever its id: transformers' own forward reads before an EOS that is the pad token too. `layout`:
+    how sequences go through the backbone.
     """
 
-    def __init__(self, model: Any, *, has_new_head: bool = False, packs: bool = False):
+    def __init__(self, model: Any, *, has_new_head: bool = False, layout: Layout = padded):
         super().__init__()
         self.model = model
         self.has_new_head = has_new_head
-        self.packs = packs
+        self.layout = layout
 
     def forward(self, sequences: Tensor, lengths: Tensor) -> Tensor:
         """Scores (B,) fp32. sequences: (B, S) int64, right-padded. lengths: (B,) int64, real tokens, at least 1."""
-        is_packed = self.packs and len(lengths) > 0
-        hidden = hidden_states(self.model.base_model, sequences, lengths if is_packed else None)
+        hidden = self.layout(self.model.base_model, sequences, lengths)
         last = hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1]
         return getattr(self.model, HF_HEAD)(last)[:, 0]
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from spmdrl.algos.losses import BatchCounts
 from spmdrl.algos.preference import dpo_ipo, dpo_sigmoid, implicit_rewards, sequence_log_probs
-from spmdrl.config import ModelConfig
-from spmdrl.config.supervised import DPOConfig
+from spmdrl.config.supervised import DPOConfig, SupervisedConfig
 from spmdrl.data.batching import split_evenly
 from spmdrl.data.conversations import ChatTemplate, TextTemplate
 from spmdrl.data.supervised import PairRows, RowRenderer, SupervisedSet
@@ -19,7 +18,14 @@ from spmdrl.distributed import comm
 from spmdrl.experience import Experience, Sample
 from spmdrl.models.actor import Actor
 from spmdrl.models.loading import load_causal_lm
-from spmdrl.trainer.objectives import Setting, check_vocabulary, every_other, free_memory, load_policy
+from spmdrl.trainer.objectives import (
+    Setting,
+    check_vocabulary,
+    every_other,
+    free_memory,
+    layout_of,
+    load_policy,
+)
 from spmdrl.trainer.scoring import log_probs_of, score_samples
 from spmdrl.trainer.update import LossPart, Metrics
 
@@ -41,16 +47,10 @@ class DPO:
         return PairRows(self.config.data, shape, with_margin=False)
 
     def prepare(self, setting: Setting) -> None:
-        add_reference_log_probs(
-            setting,
-            self.config.model,
-            self.config.dpo.ref_pretrain,
-            packs=self.config.data.packing_samples,
-            micro_batch_size=2 * self.config.optim.micro_train_batch_size,
-        )
+        add_reference_log_probs(setting, self.config, self.config.dpo.ref_pretrain, are_pairs=True)
 
     def load_model(self, setting: Setting) -> nn.Module:
-        return load_policy(self.config, setting)
+        return load_policy(self.config, setting, are_pairs=True)
 
     def parts(self, engine: Any, samples: Sequence[Sample]) -> list[LossPart]:
         return [LossPart(samples, self.loss, group_size=2)]
@@ -93,34 +93,36 @@ def response_log_probs(engine: Any, exp: Experience) -> tuple[Tensor, Tensor]:
 
 
 def add_reference_log_probs(
-    setting: Setting, model: ModelConfig, ref_pretrain: str | None, *, packs: bool, micro_batch_size: int
+    setting: Setting, config: SupervisedConfig, ref_pretrain: str | None, *, are_pairs: bool
 ) -> None:
     """Score every sequence of the sets with the reference model: target "ref_log_probs", the sum over the response.
 
     The model is built for this alone and freed again, before the one that trains is built. A collective.
     """
-    flag, name = ("--ref_pretrain", ref_pretrain) if ref_pretrain else ("--pretrain", model.pretrain)
+    flag, name = ("--ref_pretrain", ref_pretrain) if ref_pretrain else ("--pretrain", config.model.pretrain)
     strategy = setting.strategy
     with strategy.loading():
-        reference = load_causal_lm(replace(model, pretrain=name), dtype=strategy.dtype, flag=flag)
-    check_vocabulary(reference, setting.num_tokens, f"{flag} {name}")
-    reference = strategy.frozen(Actor(reference, packs=packs))
+        model = load_causal_lm(replace(config.model, pretrain=name), dtype=strategy.dtype, flag=flag)
+    check_vocabulary(model, setting.num_tokens, f"{flag} {name}")
+    reference = strategy.frozen(Actor(model, layout=layout_of(config, model, are_pairs=are_pairs)))
+    size, group_size = config.optim.micro_train_batch_size, 2 if are_pairs else 1
     with strategy.on_device(reference):
         for rows in setting.sets:
             with setting.phase("ref_log_probs", rows.num_sequences) as progress:
-                rows.targets["ref_log_probs"] = sequence_sums(reference, rows, micro_batch_size, progress)
-    del reference
+                rows.targets["ref_log_probs"] = sequence_sums(reference, rows, size, group_size, progress)
+    del reference, model
     free_memory()
 
 
-def sequence_sums(model: Any, rows: SupervisedSet, micro_batch_size: int, progress: Any) -> array:
+def sequence_sums(model: Any, rows: SupervisedSet, micro_batch_size: int, group_size: int, progress: Any) -> array:
     """The sum of the response's log-probs of every sequence, the same on all ranks. A collective."""
     sums = array("d")
     size = SCORED_ROWS * comm.world_size()
+    options = {"micro_batch_size": micro_batch_size, "group_size": group_size, "progress": progress}
     for start in range(0, len(rows), size):
         chunk = range(start, min(start + size, len(rows)))
         samples = rows.samples(split_evenly(chunk, comm.world_size())[comm.rank()])
-        score_samples(log_probs_of(model), samples, "log_probs", micro_batch_size=micro_batch_size, progress=progress)
+        score_samples(log_probs_of(model), samples, "log_probs", **options)
         mine = [float(s.log_probs.double().sum()) for s in samples if s.log_probs is not None]
         sums.extend(value for share in comm.all_gather_object(mine) for value in share)
     return sums

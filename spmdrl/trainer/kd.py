@@ -14,7 +14,7 @@ from spmdrl.data.supervised import RowRenderer, SupervisedSet, TextRows
 from spmdrl.experience import Experience, Sample
 from spmdrl.models.distillation import Student, Teacher
 from spmdrl.models.loading import load_causal_lm
-from spmdrl.trainer.objectives import Setting, check_vocabulary, load_policy
+from spmdrl.trainer.objectives import Setting, check_vocabulary, layout_of, load_policy
 from spmdrl.trainer.update import LossPart, Metrics
 
 
@@ -40,7 +40,7 @@ class Distillation:
             model = load_causal_lm(replace(self.config.model, pretrain=name), dtype=strategy.dtype, flag=flag)
         check_vocabulary(model, setting.num_tokens, f"--teacher_model {name}")
         self.strategy = strategy
-        self.teacher = strategy.frozen(Teacher(model, packs=self.config.data.packing_samples))
+        self.teacher = strategy.frozen(Teacher(model, layout=layout_of(self.config, model, are_pairs=False)))
 
     def load_model(self, setting: Setting) -> nn.Module:
         return load_policy(self.config, setting, Student)

@@ -40,13 +40,7 @@ class KTO:
         return LabelledRows(self.config.data, shape)
 
     def prepare(self, setting: Setting) -> None:
-        add_reference_log_probs(
-            setting,
-            self.config.model,
-            self.config.kto.ref_pretrain,
-            packs=self.config.data.packing_samples,
-            micro_batch_size=self.config.optim.micro_train_batch_size,
-        )
+        add_reference_log_probs(setting, self.config, self.config.kto.ref_pretrain, are_pairs=False)
 
     def load_model(self, setting: Setting) -> nn.Module:
         return load_policy(self.config, setting)

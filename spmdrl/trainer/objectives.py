@@ -19,6 +19,7 @@ from spmdrl.experience import Experience, Sample
 from spmdrl.models.actor import Actor
 from spmdrl.models.loading import load_causal_lm
 from spmdrl.models.lora import add_lora, quantization
+from spmdrl.models.packing import Layout, layout_for_pairs, packed, padded
 from spmdrl.trainer.build import enable_checkpointing
 from spmdrl.trainer.update import LossPart, Metrics
 
@@ -83,7 +84,9 @@ class SFT:
         return metrics
 
 
-def load_policy(config: SupervisedConfig, setting: Setting, wrap: type[Actor] = Actor) -> Actor:
+def load_policy(
+    config: SupervisedConfig, setting: Setting, wrap: type[Actor] = Actor, *, are_pairs: bool = False
+) -> Actor:
     """The causal LM of --pretrain, as it is to be trained."""
     strategy = setting.strategy
     with strategy.loading():
@@ -91,7 +94,14 @@ def load_policy(config: SupervisedConfig, setting: Setting, wrap: type[Actor] = 
     check_vocabulary(model, setting.num_tokens, f"--pretrain {config.model.pretrain}")
     add_lora(model, config.lora, seed=config.seed)
     enable_checkpointing(model, config.model)
-    return wrap(model, packs=config.data.packing_samples)
+    return wrap(model, layout=layout_of(config, model, are_pairs=are_pairs))
+
+
+def layout_of(config: SupervisedConfig, model: Any, *, are_pairs: bool) -> Layout:
+    """How micro-batches go through `model`. The two sides of a pair share their prompt where the model allows it."""
+    if config.data.packing_samples:
+        return packed
+    return layout_for_pairs(model) if are_pairs else padded
 
 
 def check_vocabulary(model: Any, num_tokens: int, source: str) -> None:

@@ -15,7 +15,7 @@ from spmdrl.experience import Experience, Sample
 from spmdrl.models.lora import add_lora, quantization
 from spmdrl.models.value_head import load_reward_model
 from spmdrl.trainer.build import enable_checkpointing
-from spmdrl.trainer.objectives import Setting, check_vocabulary, every_other
+from spmdrl.trainer.objectives import Setting, check_vocabulary, every_other, layout_of
 from spmdrl.trainer.update import LossPart, Metrics
 
 
@@ -53,7 +53,7 @@ class RewardTraining:
             comm.say(f"reward model: {name} has no head, a new one is initialised")
         add_lora(model.model, config.lora, seed=config.seed)
         enable_checkpointing(model.model, config.model)
-        model.packs = config.data.packing_samples
+        model.layout = layout_of(config, model.model, are_pairs=True)
         return model
 
     def parts(self, engine: Any, samples: Sequence[Sample]) -> list[LossPart]:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.data.batching import plan_micro_batches
+from spmdrl.data.batching import in_groups, plan_micro_batches
 from spmdrl.distributed import comm, preemption
 from spmdrl.experience import Sample, collate, scatter
 
@@ -23,18 +23,22 @@ def score_samples(
     name: str,
     *,
     micro_batch_size: int,
+    group_size: int = 1,
     progress: Any = None,
 ) -> None:
     """Store what `model` says of (sequences, action mask) as field `name` of this rank's samples.
 
+    Each `group_size` consecutive ones share a micro-batch, of at most `micro_batch_size` such groups.
+
     A collective under ZeRO-3: all ranks make as many forwards as the one with most micro-batches.
     """
-    lengths = [s.num_tokens for s in samples]
+    groups = in_groups(samples, group_size)
+    lengths = [max(s.num_tokens for s in group) for group in groups]
     batches = plan_micro_batches(lengths, num_ranks=1, micro_batch_size=micro_batch_size)[0]
     missing = int(comm.all_reduce_max(len(batches))) - len(batches)
     for batch in batches + [[] for _ in range(missing)]:
         preemption.safe_point()
-        part = [samples[i] for i in batch]
+        part = [sample for i in batch for sample in groups[i]]
         exp = collate(part).to(comm.device())
         result = model(exp.sequences, exp.action_mask)
         if part:

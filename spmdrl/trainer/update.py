@@ -14,7 +14,7 @@ from torch import Tensor
 from spmdrl.algos.corrections import effective_sample_size
 from spmdrl.algos.losses import BatchCounts
 from spmdrl.config import AnomalyConfig
-from spmdrl.data.batching import plan_micro_batches
+from spmdrl.data.batching import in_groups, plan_micro_batches
 from spmdrl.distributed import comm, preemption
 from spmdrl.distributed.strategy import Strategy
 from spmdrl.experience import Experience, Sample, collate
@@ -46,8 +46,7 @@ class LossPart:
 
     def micro_batches(self, size: int) -> Iterator[Experience]:
         """This rank's, of at most `size` groups each, on the device; as many on every rank."""
-        starts = range(0, len(self.samples), self.group_size)
-        groups = [self.samples[start : start + self.group_size] for start in starts]
+        groups = in_groups(self.samples, self.group_size)
         lengths = [max(s.num_tokens for s in group) for group in groups]
         plan = plan_micro_batches(lengths, num_ranks=comm.world_size(), micro_batch_size=size)
         for batch in plan[comm.rank()]:
