@@ -94,10 +94,14 @@ def wait(running: Running) -> list[int]:
     return [ended.code for ended in running.wait(time.monotonic() - running.start + PATIENCE_S)]
 
 
+MET = " prompts from "  # what a run prints soon after its ranks have met
+
+
 @dataclass
 class Pace:
-    """Seconds from the start to the first step, and of a step."""
+    """Seconds until the ranks have met, from then to the end of the first step, and of a step."""
 
+    meet_s: float
     start_s: float
     step_s: float
 
@@ -105,23 +109,33 @@ class Pace:
 def run_through(job: Job) -> tuple[dict[str, Any], Pace]:
     """The run that nobody touches."""
     running = job.start()
+    running.until(MET, timeout_s=300)
+    met = time.monotonic()
     running.until("step 1/", timeout_s=300)
     first = time.monotonic()
     codes = wait(running)
     assert codes == [0, 0], f"the run itself failed with {codes}:\n{running.log.read_text()}"
     outcome = job.outcome()
     num_steps = len(outcome["metrics"])
-    return outcome, Pace(first - running.start, (time.monotonic() - first) / num_steps)
+    return outcome, Pace(met - running.start, first - met, (time.monotonic() - first) / num_steps)
 
 
-def kill(running: Running, kind: tuple[signal.Signals, str], dice: random.Random) -> bool:
-    """Signal one rank or all; False where they had ended before."""
-    number, who = kind
+def kill_somewhere(running: Running, pace: Pace, dice: random.Random) -> tuple[signal.Signals, str] | None:
+    """Kill at a random moment: mostly while it trains and saves, also in the start. None where it had ended before."""
+    number, who = dice.choice(KINDS)
+    if dice.random() < 0.1:
+        who = "all"  # a rank alone would wait for the other
+        moment = running.start + dice.uniform(0.1, 1) * pace.meet_s
+    else:
+        running.until(MET, timeout_s=300)
+        moment = time.monotonic() + dice.uniform(0.2 * pace.start_s, pace.start_s + 4 * pace.step_s)
+    while time.monotonic() < moment and any(process.poll() is None for process in running.processes):
+        time.sleep(0.01)
     chosen = running.processes if who == "all" else [dice.choice(running.processes)]
     alive = [process for process in chosen if process.poll() is None]
     for process in alive:
         os.kill(process.pid, number)
-    return bool(alive)
+    return (number, who) if alive else None
 
 
 def check_codes(running: Running, codes: Sequence[int], number: signal.Signals) -> str:
@@ -144,16 +158,12 @@ def kill_and_resume(job: Job, pace: Pace, dice: random.Random, kills: int) -> in
     for count in range(kills + 1):
         running = job.start()
         if count < kills:
-            moment = dice.uniform(0.3 * pace.start_s, pace.start_s + 4 * pace.step_s)
-            kind = dice.choice(KINDS)
-            deadline = running.start + moment
-            while time.monotonic() < deadline and any(process.poll() is None for process in running.processes):
-                time.sleep(0.01)
-            hit = kill(running, kind, dice)
+            kind = kill_somewhere(running, pace, dice)
+            after_s = time.monotonic() - running.start
             codes = wait(running)
-            if hit and codes != [0, 0]:
+            if kind is not None and codes != [0, 0]:
                 how = check_codes(running, codes, kind[0])
-                say(f"  {kind[0].name} on {kind[1]} after {moment:.1f} s in {_place(running)}: {how}")
+                say(f"  {kind[0].name} on {kind[1]} after {after_s:.1f} s, after {_place(running)}: {how}")
                 continue
         else:
             codes = wait(running)
@@ -166,7 +176,7 @@ def _place(running: Running) -> str:
     """The last step that the log speaks of."""
     lines = [line for line in running.log.read_text().splitlines() if line.startswith("step ") and "/" in line[:12]]
     steps = [line.split("|")[0].strip() for line in lines if "|" in line]
-    return steps[-1] if steps else "start-up"
+    return steps[-1] if steps else "no step"
 
 
 def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -203,7 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return Job(inputs, folder / name, args.engine, args.zero_stage)
 
         expected, pace = run_through(job("untouched"))
-        say(f"untouched: {len(expected['metrics'])} steps, first after {pace.start_s:.1f} s, each {pace.step_s:.1f} s")
+        times = f"{pace.meet_s:.1f} + {pace.start_s:.1f} s to the first, {pace.step_s:.1f} s each"
+        say(f"untouched: {len(expected['metrics'])} steps, {times}")
         done, lives = 0, Counter[str]()
         while done < args.kills:
             killed = job(f"run{lives['runs']}")
