@@ -285,6 +285,30 @@ def test_the_best_model_is_kept_apart_from_the_last(tmp_path, one_rank, inputs):
     AutoModelForCausalLM.from_pretrained(folder / "hf")
 
 
+@SLOW
+@pytest.mark.parametrize("program", ["sft", "rm", "dpo"])
+def test_with_lora_the_adapter_that_is_saved_gives_the_trained_models_outputs(tmp_path, one_rank, inputs, program):
+    """Also with the memory saved that LoRA is taken for; loaded by peft on the base that the adapter names."""
+    from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+
+    flags = {"lora_rank": 4, "learning_rate": 1e-2, "gradient_checkpointing": True}
+    trainer = run(program, tmp_path, **inputs, **flags, max_epochs=2)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    assert logged(trainer, "eval")[-1]["eval/loss"] < logged(trainer, "train")[0]["train/loss"]
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        trainer.engine.eval()
+        if program == "rm":
+            model = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1, dtype=torch.float32)
+            ours, theirs = trainer.engine(ids, torch.tensor([5])), model(input_ids=ids).logits[:, 0]
+        else:
+            model = AutoPeftModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+            logits = model(input_ids=ids).logits[:, :-1]
+            theirs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+            ours, _ = trainer.engine(ids, torch.ones(1, 4, dtype=torch.bool))
+    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
+
+
 # ---- distillation ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kd_coef", [0.0, 0.4, 1.0])
 def test_distillation_is_the_weighted_sum_of_both_losses_in_value_and_gradient(tmp_path, kd_coef, monkeypatch):
