@@ -21,8 +21,8 @@ GAE = {"advantage_estimator": "gae", "critic_learning_rate": 1e-3}
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Prompts and a policy, without a reward."""
-    return write_inputs(tmp_path_factory.mktemp("inputs")) | {"remote_rm_url": None}
+    """Prompts for one step and a policy, without a reward."""
+    return write_inputs(tmp_path_factory.mktemp("inputs")) | {"remote_rm_url": None, "max_samples": 4}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_all_four_roles_on_two_ranks_are_as_on_one_whatever_their_zero_stages(tm
     ZeRO-0 and ZeRO-3 for all, and a mixture: critic 1, reference and reward model sharded. Last a step of one prompt,
     of which the second rank has none.
     """
-    inputs = {**inputs, "reward_pretrain": reward_model, "stop": list("aeiounrst"), "num_episodes": 1}
+    inputs = {**inputs, "reward_pretrain": reward_model, "stop": list("aeiounrst"), "max_samples": 6}
     alone = run_ranks(1, four_roles, str(tmp_path / "one"), inputs, [{"zero_stage": 0}])[0][0]
     stages = [
         {"zero_stage": 0},
