@@ -72,6 +72,7 @@ class Saver:
         """Bring the run to where the checkpoint was that was found, if one was."""
         if self.resumed is not None:
             self._load(self.resumed)
+            self._saved = self.resumed.manifest.name, self.resumed.folder
             self.resumed = None
         self.settle()
 
@@ -86,6 +87,7 @@ class Saver:
 
     def _load(self, checkpoint: Checkpoint) -> None:
         guard.set_phase("load_checkpoint")
+        self._saved = "", None
         state, of_rank = checkpoint.state, checkpoint.of_this_rank()
         checkpoint.load(self.run.shards())
         self.run.load_state_dict(state["run"], state["work"], [own["work"] for own in checkpoint.of_ranks])
@@ -131,8 +133,7 @@ class Saver:
             {**of_rank, "work": work_of_rank},
             export=self._export if wanted else None,
         )
-        if whole:
-            self._saved = self._name(), None
+        self._saved = self._name() if whole else "", None
 
     def _export(self, folder: Path) -> None:
         self.run.export(folder, "--ckpt_path")

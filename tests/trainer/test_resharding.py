@@ -76,11 +76,11 @@ def load(folder, engine):
     Checkpoint(found, Manifest.read(found)).load({"actor": EngineState(engine)})
 
 
-def save_each(path, folder, dtype, stages):
+def save_each(path, folder, dtype, stages, **flags):
     """Train two steps under each stage and save; the state then, and after another step."""
     states = []
     for stage in stages:
-        strategy, engine = make_engine(path, stage, dtype)
+        strategy, engine = make_engine(path, stage, dtype, **flags)
         train(strategy, engine, 2)
         save(Path(folder, str(stage)), engine)
         states.append(whole_state(engine))
@@ -89,11 +89,11 @@ def save_each(path, folder, dtype, stages):
     return states
 
 
-def load_each(path, folder, dtype, pairs):
+def load_each(path, folder, dtype, pairs, **flags):
     """For each (saved, now): the state of a new engine of stage `now` after loading, and after another step."""
     states = []
     for saved, now in pairs:
-        strategy, engine = make_engine(path, now, dtype)
+        strategy, engine = make_engine(path, now, dtype, **flags)
         load(Path(folder, str(saved)), engine)
         state = whole_state(engine)
         train(strategy, engine, 1)
@@ -109,8 +109,8 @@ def test_any_stage_and_number_of_ranks_reads_what_two_ranks_saved(tmp_path, dtyp
     path = make_model(tmp_path / "model", "llama", tie=True, hidden_size=62, num_heads=1, num_kv_heads=1)
     saved = run_ranks(2, save_each, path, tmp_path, dtype, [0, 1, 2, 3])[0]
     assert {name.rpartition("/")[2] for name in saved[0][0]} > {"weight", "exp_avg", "exp_avg_sq"}
-    pairs = [(0, 0), (1, 1), (2, 2), (3, 3), (0, 3), (3, 1), (2, 0), (1, 2)]
-    for ranks in (2, 1):
+    same = [(stage, stage) for stage in range(4)]
+    for ranks, pairs in ((2, [*same, (0, 3), (3, 1), (2, 0)]), (1, [(0, 3), (3, 2), (1, 0)])):
         for loaded in run_ranks(ranks, load_each, path, tmp_path, dtype, pairs):
             for (before, now), (state, later, rates) in zip(pairs, loaded, strict=True):
                 assert_same(state, saved[before][0])
@@ -126,6 +126,27 @@ def test_two_ranks_read_what_one_saved(tmp_path):
     for loaded in run_ranks(2, load_each, path, tmp_path, torch.float32, [(0, 3), (3, 2), (3, 3)]):
         for before, (state, _, _) in zip((0, 1, 1), loaded, strict=True):
             assert_same(state, saved[before][0])
+
+
+def offloaded(path, folder, dtype):
+    """With optimizer states in host memory: saved, loaded, and loaded by engines without."""
+    saved = save_each(path, folder, dtype, [2, 3], adam_offload=True)
+    pairs = [(2, 2), (3, 3)]
+    return saved, load_each(path, folder, dtype, pairs, adam_offload=True), load_each(path, folder, dtype, [(2, 0)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_offloaded_optimizers_go_on_bit_for_bit(tmp_path, dtype):
+    """DeepSpeed's C++ Adam has a state of its own, its bias corrections."""
+    path = make_model(tmp_path / "model", "llama")
+    (result,) = run_ranks(1, offloaded, path, tmp_path, dtype)
+    saved, loaded, elsewhere = result
+    for (state, later, rates), (found, found_later, found_rates) in zip(saved, loaded, strict=True):
+        assert_same(found, state)
+        assert_same(found_later, later)
+        assert found_rates == rates
+    assert_same(elsewhere[0][0], saved[0][0])
 
 
 def test_a_model_of_other_sizes_is_refused(tmp_path, one_rank):
