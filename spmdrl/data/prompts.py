@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -93,6 +94,16 @@ class PromptDataset(Sequence[Prompt]):
     def where(self, index: int) -> str:
         """How a person finds that row."""
         return self._rows.where(self._kept[index])
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise UserError for a prompt with a token that a model of `vocab_size` tokens does not have."""
+        largest = max(self._ids)
+        if largest >= vocab_size:
+            index = bisect_right(self._ends, self._ids.index(largest)) - 1
+            raise UserError(
+                f"{self._rows.where(self._kept[index])}: its prompt has token {largest}, the model of --pretrain has "
+                f"{vocab_size}: the tokenizer there is of another model"
+            )
 
     def describe(self) -> str:
         """One line: how many prompts from where, and how many were dropped and why."""

@@ -45,7 +45,12 @@ def merge_lora(config: MergeLoraConfig) -> None:
 
 
 def _read_adapter_config(folder: Path, config: MergeLoraConfig) -> dict[str, Any]:
-    content = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    try:
+        content = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"--lora_path {folder}: its adapter_config.json is not a JSON object")
     scores = content.get("task_type") == "SEQ_CLS"
     if scores != config.is_rm:
         kind = "that of a reward model or critic: give" if scores else "that of a causal LM: drop"

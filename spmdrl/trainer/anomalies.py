@@ -137,7 +137,7 @@ class Guardrails:
         self.counts[anomaly.kind] += 1
         reaction = self._reaction(anomaly.kind)
         if reaction == "stop":
-            raise AnomalyStop(f"{self._line(anomaly)}; the weights are those before it (--on_anomaly)")
+            raise AnomalyStop(f"{self._line(anomaly)} (--on_anomaly); the weights are those before it")
         if reaction == "rollback":
             self._count_rollback(anomaly)
             raise RollbackError(self._line(anomaly))

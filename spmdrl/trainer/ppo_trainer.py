@@ -102,6 +102,9 @@ class PPOTrainer:
         self.engine = build_engine(config, self.tokenizer, dtype=self.dtype)
         backbone = load_backbone(config, self.strategy)
         self.actor = build_actor(config, self.strategy, self.sizes, backbone)
+        for prompts in (self.prompts, self.eval_prompts):
+            if prompts is not None:
+                prompts.check_ids(self.actor.module.model.config.get_text_config().vocab_size)
         prefix = config.critic.value_head_prefix
         reward_models = build_reward_models(
             config, self.strategy, self.tokenizer, value_head_prefix=prefix, backbone=backbone

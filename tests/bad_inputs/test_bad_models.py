@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from spmdrl.config import ModelConfig
+from spmdrl.config import ModelConfig, PromptDataConfig
+from spmdrl.data.prompts import load_prompts
 from spmdrl.models.loading import eos_token_ids, load_causal_lm
 from spmdrl.models.tokenizer import load_tokenizer
 from spmdrl.models.value_head import load_value_model
@@ -193,3 +194,15 @@ def test_a_tokenizer_without_an_end(model, line_of):
     (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     said = line_of(load_tokenizer, ModelConfig(pretrain=str(model)))
     assert said == f"--pretrain {model}: the tokenizer has neither a pad nor an eos token; set one in its files"
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path, model, line_of):
+    """A token that was added to the tokenizer alone, in the second of two prompts."""
+    tokenizer = load_tokenizer(ModelConfig(pretrain=str(model)))
+    assert tokenizer.add_tokens(["<new>"]) == 1
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"input": "a"}\n{"input": "b<new>"}\n')
+    prompts = load_prompts(PromptDataConfig(prompt_data=str(path)), tokenizer, seed=0)
+    prompts.check_ids(321)
+    expected = f"{path} line 2: its prompt has token 320, the model of --pretrain has 320: the tokenizer there is of"
+    assert line_of(prompts.check_ids, 320).startswith(expected)

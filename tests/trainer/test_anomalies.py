@@ -78,7 +78,9 @@ def test_the_line_of_a_stop_has_case_step_value_and_threshold():
     for _ in range(10):
         guard.after_step("critic", 0.0, 2.0)
     guard.begin(7)
-    with pytest.raises(AnomalyStop, match=r"grad_spike in step 7: gradient norm of the critic 21 > 20; the weights"):
+    with pytest.raises(
+        AnomalyStop, match=r"grad_spike in step 7: gradient norm of the critic 21 > 20 \(--on_anomaly\); the"
+    ):
         guard.after_step("critic", 0.0, 21.0)
 
 

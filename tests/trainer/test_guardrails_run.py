@@ -49,7 +49,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_reaches_the_weights(tm
         return own(*args, **kwargs)
 
     trainer.policy_update.optimizer_step = optimizer_step
-    with pytest.raises(AnomalyStop, match=r"nonfinite in step 1: loss of the policy is nan; the weights are those"):
+    with pytest.raises(
+        AnomalyStop, match=r"nonfinite in step 1: loss of the policy is nan \(--on_anomaly\); the weights"
+    ):
         trainer.fit()
     assert len(weights) == 2
     assert not same(weights[0], weights[1])
