@@ -43,14 +43,13 @@ def start_guarded(folder, program, *, failing=1, world_size=3, environ=None, **s
     return ranks
 
 
-def ends_of(ranks, folder, *, but=()):
-    """Wait until all ranks have ended, except those that cannot."""
+def ends_of(ranks, folder):
+    """Wait until all ranks have ended."""
     try:
         deadline = time.monotonic() + 60
-        for number, rank in enumerate(ranks):
-            if number not in but:
-                rank.join(max(deadline - time.monotonic(), 0.1))
-                assert rank.exitcode is not None, f"{rank.name} hangs: {errors_of(folder, len(ranks))}"
+        for rank in ranks:
+            rank.join(max(deadline - time.monotonic(), 0.1))
+            assert rank.exitcode is not None, f"{rank.name} hangs: {errors_of(folder, len(ranks))}"
         end = time.time()
     finally:
         for rank in ranks:

@@ -16,6 +16,7 @@ from spmdrl.distributed.preemption import EXIT_RESUME, Preempted
 from spmdrl.errors import UserError
 
 PATIENCE_S = 1.0  # for the cause of an error that may only be its consequence
+STUCK_PATIENCE_S = watchdog.BACKSTOP_S + 3.0  # for the others' stacks
 GRACE_S = 2.0  # for the others' last lines, and for launchers to see first who failed first
 TOLD_CHARS = 500
 
@@ -124,21 +125,27 @@ def _fail(text: str, *, code: int, details: str = "", line: str | None = None, s
         _wait_for_the_end()
     first = _peers is None or _peers.fail(_one_line(text)[:TOLD_CHARS], code, stuck)
     sys.stderr.write(f"{details if first or stuck else ''}{_prefix()}{_one_line(line or text)}\n")
-    if _peers:
-        time.sleep(GRACE_S)
-    _exit(code)
+    _end(code, stuck)
 
 
 def _stop(failure: Failure) -> None:
     """End this process because of a peer's failure; runs in a thread, whatever the main one is doing."""
-    if failure.raised:
+    if failure.raised and not failure.stuck:
         time.sleep(PATIENCE_S)  # an error of our own, often the same one, may be on its way
     if _ending.acquire(blocking=False):
         details = watchdog.stacks() if failure.stuck else ""
         where = whereabouts.where()
         sys.stderr.write(f"{details}{_prefix()}stopped in {where}: rank {failure.rank} {failure.text}\n")
+        _end(failure.code, failure.stuck)
+
+
+def _end(code: int, stuck: bool) -> NoReturn:
+    """Exit when the others have had time for their last lines."""
+    if _peers and stuck:
+        _peers.leave_stuck(STUCK_PATIENCE_S)
+    elif _peers:
         time.sleep(GRACE_S)
-        _exit(failure.code)
+    _exit(code)
 
 
 def _wait_for_the_end() -> NoReturn:

@@ -8,12 +8,14 @@ busy in a long call, is never taken for a dead one.
 import json
 import os
 import secrets
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from torch.distributed import Store
@@ -57,7 +59,8 @@ class Peers:
         self.failure: Failure | None = None
         self.known = threading.Event()  # set once any rank's failure is known here
         self._links: dict[int, socket.socket] = {}
-        self._left: set[int] = set()  # ranks whose end is no failure
+        self._processes: dict[int, dict[str, Any]] = {}  # of the linked ranks
+        self._left: set[int] = set()  # ranks whose end is no failure, or that have ended
         self._lock = threading.Condition(threading.RLock())
         self._was_first, self._answered = True, threading.Event()
         os.register_at_fork(after_in_child=self._close_in_child)
@@ -68,7 +71,8 @@ class Peers:
         if self.rank == 0:
             self._welcome(store, time.monotonic() + timeout_s)
         else:
-            self._add(0, *_find_main(json.loads(store.get(ADDRESS_KEY)), self.rank))
+            hello, link, lines = _find_main(json.loads(store.get(ADDRESS_KEY)), self.rank)
+            self._add(0, hello, link, lines)
 
     def _welcome(self, store: Store, deadline: float) -> None:
         token = secrets.token_hex(16)  # keeps out whoever else finds the port
@@ -85,10 +89,10 @@ class Peers:
                 lines = link.makefile("r", encoding="utf-8")
                 hello = _hello(link, lines)
                 if hello.get("token") == token:
-                    _send(link, {"welcome": True})
-                    self._add(hello["rank"], link, lines)
+                    _send(link, {"welcome": True, **_this_process()})
+                    self._add(hello["rank"], hello, link, lines)
 
-    def _add(self, rank: int, link: socket.socket, lines: TextIO) -> None:
+    def _add(self, rank: int, hello: dict[str, Any], link: socket.socket, lines: TextIO) -> None:
         link.settimeout(None)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
@@ -96,6 +100,7 @@ class Peers:
                 link.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         with self._lock:
             self._links[rank] = link
+            self._processes[rank] = {name: hello[name] for name in _this_process()}
         _start(self._read, rank, lines)
 
     # ---- telling ------------------------------------------------------------------------------------------------
@@ -126,6 +131,25 @@ class Peers:
             with self._lock:
                 self._lock.wait_for(lambda: len(self._left) == self.world_size - 1, LEAVE_S)
 
+    def leave_stuck(self, patience_s: float) -> None:
+        """Leave a run that hangs, all together: an end breaks the collectives in which others are to show themselves.
+
+        A rank that does not leave within that time cannot, it is stopped perhaps. Where it is on this machine it is
+        killed: by rank 0, or if it is rank 0 by the others, who wait for it longer.
+        """
+        if self.rank != 0:
+            self._send_all({"bye": True})
+            patience_s *= 1.5
+        with self._lock:
+            self._lock.wait_for(lambda: self._links.keys() <= self._left, patience_s)
+            silent = self._links.keys() - self._left
+        for process in (self._processes[rank] for rank in silent):
+            if process["machine"] == _this_process()["machine"]:
+                with suppress(OSError):
+                    os.kill(process["pid"], signal.SIGKILL)
+        if self.rank == 0:
+            self._send_all({"bye": True})
+
     def _send_all(self, message: dict[str, Any], but: int | None = None) -> None:
         for rank in list(self._links):
             if rank != but:
@@ -145,6 +169,12 @@ class Peers:
         if rank not in self._left:
             text = f"ended without a word in {self.phases[rank]}: killed, or out of memory?"
             self._record(Failure(rank, text, raised=False))
+            self._note_left(rank)
+
+    def _note_left(self, rank: int) -> None:
+        with self._lock:
+            self._left.add(rank)
+            self._lock.notify_all()
 
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
         if "phase" in message:
@@ -156,9 +186,7 @@ class Peers:
                 self._send_all(message, but=rank)
             self.on_request(message["request"])
         elif "bye" in message:
-            with self._lock:
-                self._left.add(rank)
-                self._lock.notify_all()
+            self._note_left(rank)
         elif "failed" in message:
             was_first = self._record(Failure(**message["failed"]))
             if self.rank == 0:
@@ -205,8 +233,17 @@ def _address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def _find_main(main: dict[str, Any], rank: int) -> tuple[socket.socket, TextIO]:
-    """A link to rank 0 by the first of its names that leads to it."""
+def _this_process() -> dict[str, Any]:
+    """Its id, and where that id is good: in one container, on one host, since its boot."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:  # no /proc on this system
+        machine = f"{socket.gethostname()} {os.getpid()}"
+    return {"pid": os.getpid(), "machine": machine}
+
+
+def _find_main(main: dict[str, Any], rank: int) -> tuple[dict[str, Any], socket.socket, TextIO]:
+    """Rank 0's welcome and a link to it, by the first of its names that leads to it."""
     problems = []
     for host in dict.fromkeys(main["hosts"]):
         try:
@@ -215,9 +252,9 @@ def _find_main(main: dict[str, Any], rank: int) -> tuple[socket.socket, TextIO]:
             problems.append(f"{host}: {error}")
             continue
         lines = link.makefile("r", encoding="utf-8")
-        _send(link, {"token": main["token"], "rank": rank})
-        if "welcome" in _hello(link, lines):
-            return link, lines
+        _send(link, {"token": main["token"], "rank": rank, **_this_process()})
+        if "welcome" in (hello := _hello(link, lines)):
+            return hello, link, lines
         problems.append(f"{host}: no rank 0 there")
     raise UserError(
         f"cannot reach rank 0 on port {main['port']} ({'; '.join(problems)}): ranks need all ports between their hosts"
