@@ -4,6 +4,7 @@
 """
 
 import argparse
+import gc
 import importlib.util
 import json
 import math
@@ -200,6 +201,7 @@ class Tracker:
     def _plot(self) -> None:
         if self.can_plot:
             plot_runs([self.folder], self.folder / PLOT)
+            gc.collect()  # a figure is a cycle of several MB, which ordinary collections leave for an hour
         self.plotted_at = time.monotonic()
 
 
