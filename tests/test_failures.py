@@ -55,7 +55,7 @@ def assert_one_reason(run: Launched, tmp_path: Path, failed: int, reason: str, c
     other = 1 - failed
     assert run.code != 0, run.out
     assert run.ended_at - float((tmp_path / "failed_at").read_text()) < LIMIT_S, run.out
-    assert len(run.lines(f"[rank {failed}] ", reason)) == 1, run.out
+    assert len(run.lines(f"[rank {failed}] error: ", reason, " (in reward of step 1)")) == 1, run.out
     assert (
         len(run.lines(f"[rank {other}] stopped in ", f": rank {failed} failed in reward of step 1: ", reason)) == 1
     ), run.out

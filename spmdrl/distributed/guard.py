@@ -52,17 +52,13 @@ def run(program: Callable[[], None], local_rank_flag: int = -1, stopping: Stoppi
     try:
         preemption.install(lambda reason: _peers.tell_request(reason) if _peers else None, _stop_now)
         _join(local_rank_flag, stopping or StoppingConfig())
-        program()
-        set_phase("leaving")
-        _leave(0)
-    except Preempted as error:
-        preemption.ignore()
-        saved = f"checkpoint saved in {error.saved_in}; {error.resume}"
-        _leave(EXIT_RESUME if error.saved_in else 143, f"{error}: {saved if error.saved_in else 'nothing to save'}")
+        _leave(*_run(program))
     except UserError as error:
         shown = error.__cause__ if getattr(error, "show_cause", False) else None
         details = "".join(traceback.format_exception(shown)) if shown else ""
-        _fail(f"failed in {whereabouts.where()}: {error}", code=2, details=details, line=f"error: {error}")
+        where = f" (in {whereabouts.where()})" if whereabouts.steps_begun() else ""
+        line = f"error: {error}{where}"
+        _fail(f"failed in {whereabouts.where()}: {error}", code=2, details=details, line=line)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) and error.code else 1
         _fail(f"failed in {whereabouts.where()}: sys.exit({error.code!r}) before the end of the run", code=code)
@@ -96,7 +92,20 @@ def _notice_before_the_jobs_end(margin_s: float) -> None:
         preemption.notice_at(int(end) - margin_s, "the job's time limit")
 
 
-def _leave(code: int, line: str = "") -> NoReturn:
+def _run(program: Callable[[], None]) -> tuple[int, str]:
+    """Exit code of a program that comes to its end or is preempted, and what there is to say."""
+    try:
+        program()
+    except Preempted as error:
+        preemption.ignore()
+        if error.saved_in is None:
+            return 143, f"{error}: nothing to save"
+        return EXIT_RESUME, f"{error}: checkpoint saved in {error.saved_in}; {error.resume}"
+    set_phase("leaving")
+    return 0, ""
+
+
+def _leave(code: int, line: str) -> NoReturn:
     """End this process when all ranks have come here; rank 0 says `line`, and is the last to go."""
     comm.barrier()
     if line and comm.is_main():
