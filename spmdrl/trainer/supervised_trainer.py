@@ -30,6 +30,7 @@ from spmdrl.trainer.objectives import Objective, Setting, row_chunks
 from spmdrl.trainer.saving import Saver
 from spmdrl.trainer.update import Metrics, add_metrics, optimizer_step
 
+EVALUATED_ROWS = 256  # of all ranks at a time: enough to find sequences of similar length
 NAMES = SamplerNames(rows="rows", batch="--train_batch_size", episodes="--max_epochs")
 
 
@@ -106,8 +107,8 @@ class SupervisedTrainer:
         return [
             f"training: {self.train_set.describe()}",
             f"held out: {held_out}",
-            f"run: {self.total_steps} steps of {optim.train_batch_size} rows{rest}, {optim.max_epochs} epochs of "
-            f"{self.sampler.steps_per_episode}, over {comm.world_size()} rank{'s' * (comm.world_size() > 1)}",
+            f"run: {self.total_steps} steps of {optim.train_batch_size} rows{rest}, {optim.max_epochs} "
+            f"epoch{'s' * (optim.max_epochs > 1)} of {self.sampler.steps_per_episode}, over {comm.world_size()} rank{'s' * (comm.world_size() > 1)}",
             f"learning rate: up to {optim.learning_rate:g} in {self.warmup_steps} steps, then {optim.lr_scheduler} "
             f"over the other {self.total_steps - self.warmup_steps}",
         ]
@@ -121,6 +122,7 @@ class SupervisedTrainer:
             for rows in self.sampler:
                 guard.set_step(self.step + 1)
                 samples = self.train_set.samples(rows)  # all ranks', of which each takes its micro-batches
+                self.saver.finish()
                 metrics = self.train(samples)
                 self.finish_step(metrics)  # evaluation, logs, checkpoint
             self.saver.finish()
@@ -157,7 +159,7 @@ class SupervisedTrainer:
         counts, totals = self.objective.counts(rows), dict[str, torch.Tensor]()
         self.engine.eval()
         with self.phase("evaluate", len(rows)) as progress, torch.no_grad():
-            for samples in row_chunks(rows, self.config.optim.train_batch_size):
+            for samples in row_chunks(rows, EVALUATED_ROWS):
                 for part in self.objective.parts(self.engine, samples):
                     for exp in part.micro_batches(self.config.optim.micro_train_batch_size):
                         add_metrics(totals, part.loss(self.engine, exp, counts)[1])

@@ -1,6 +1,7 @@
 """The supervised programs: losses by hand, whole runs, what they save, how they resume, and dealing to ranks."""
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,33 @@ def test_three_steps_and_three_more_are_six(tmp_path, one_rank, inputs, program)
         assert logged(whole, kind) == logged(second, kind)
     best = [next(Path(tmp_path, name, "checkpoints", "best").glob("step_*")).name[:11] for name in ("whole", "parts")]
     assert best[0] == best[1]
+
+
+def test_nothing_is_trained_while_a_checkpoint_is_being_written(tmp_path, one_rank, inputs, monkeypatch):
+    """With a disk that takes its time, what comes back is the state after the step that was saved."""
+    from spmdrl.trainer import checkpoint
+
+    write = checkpoint._write_own
+
+    def slowly(*args):
+        time.sleep(0.3)
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "_write_own", slowly)
+    flags = {**inputs, "save_steps": 2, "eval_dataset": None}
+    trainer, seen = build("sft", tmp_path, **flags), []
+    finish_step = trainer.finish_step
+
+    def recorded(metrics):
+        finish_step(metrics)
+        seen.append(weights_of(trainer))
+
+    monkeypatch.setattr(trainer, "finish_step", recorded)
+    trainer.fit()
+    restored = build("sft", tmp_path, **flags, load_checkpoint=True)
+    assert restored.step == 2
+    for name, weight in weights_of(restored).items():
+        assert torch.equal(weight, seen[1][name]), name
 
 
 def stop_after(trainer, steps):
