@@ -102,13 +102,14 @@ class SupervisedTrainer:
 
     def _description(self) -> list[str]:
         optim = self.config.optim
+        ranks = f"{comm.world_size()} rank{'s' * (comm.world_size() > 1)}"
         held_out = self.eval_set.describe() if self.eval_set else "none, give --eval_dataset to evaluate"
         rest = f", {len(self.train_set) % optim.train_batch_size or optim.train_batch_size} in an epoch's last"
         return [
             f"training: {self.train_set.describe()}",
             f"held out: {held_out}",
             f"run: {self.total_steps} steps of {optim.train_batch_size} rows{rest}, {optim.max_epochs} "
-            f"epoch{'s' * (optim.max_epochs > 1)} of {self.sampler.steps_per_episode}, over {comm.world_size()} rank{'s' * (comm.world_size() > 1)}",
+            f"epoch{'s' * (optim.max_epochs > 1)} of {self.sampler.steps_per_episode}, over {ranks}",
             f"learning rate: up to {optim.learning_rate:g} in {self.warmup_steps} steps, then {optim.lr_scheduler} "
             f"over the other {self.total_steps - self.warmup_steps}",
         ]
