@@ -10,6 +10,8 @@ set -euo pipefail
 node_rank=${1:?usage: torchrun_two_nodes.sh NODE_RANK MASTER_ADDR FLAGS...}
 master_addr=${2:?usage: torchrun_two_nodes.sh NODE_RANK MASTER_ADDR FLAGS...}
 shift 2
+# Asked to stop (SIGTERM or Ctrl-C on any node), a run has so many seconds for its checkpoint before torchrun kills it.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 
 exec torchrun \
