@@ -52,7 +52,7 @@ def tiny_flags(folder: Path, **flags: object) -> list[str]:
         "remote_rm_url": folder / "reward.py",
     }
     if "save_path" in flags:
-        files["ckpt_path"] = f"{flags['save_path']}/ckpt"
+        files["ckpt_path"] = Path(str(flags["save_path"]), "ckpt")
     return [word for name, value in {**TINY_FLAGS, **files, **flags}.items() for word in (f"--{name}", str(value))]
 
 
