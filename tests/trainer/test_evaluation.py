@@ -7,6 +7,7 @@ import pytest
 
 from spmdrl.errors import UserError
 from spmdrl.experience import make_sample
+from spmdrl.rollout.engine import sampling_seed
 from spmdrl.trainer.evaluation import eval_metrics
 from tests.ranks import run_ranks
 from tests.tiny import write_jsonl
@@ -54,6 +55,10 @@ def test_means_are_over_samples_and_pass_at_n_over_prompts(one_rank):
         "eval/num_prompts": 2.0,
     }
     assert not any("pass" in name for name in eval_metrics(samples[::2]))
+
+
+def test_evaluation_draws_with_other_seeds_than_training():
+    assert len({sampling_seed(1, 0, 0, 0, stream) for stream in ("rollout", "eval", "rollout1")}) == 3
 
 
 def test_training_is_the_same_with_and_without_evaluation(tmp_path, one_rank):
