@@ -43,7 +43,7 @@ def train_both(path, zero_stage, micro_batch_size, order):
     from spmdrl.tracking import Progress
     from spmdrl.trainer.policy_update import PolicyUpdate
     from spmdrl.trainer.scoring import score_samples
-    from spmdrl.trainer.update import train_on
+    from spmdrl.trainer.update import TrainBatch, train_on
     from spmdrl.trainer.value_update import ValueUpdate
 
     strategy = make_strategy(zero_stage, micro_batch_size)
@@ -57,11 +57,11 @@ def train_both(path, zero_stage, micro_batch_size, order):
     samples = [s for share in comm.all_gather_object(mine) for s in share]
     for i, sample in enumerate(samples):
         sample.returns = torch.where(sample.action_mask, 0.3 * i - 1.0, 0.0)
-    chunks = [[samples[i] for i in order]] * 2
+    batch = TrainBatch(samples, [list(order)] * 2)
     values = ValueUpdate(strategy, CriticConfig(), strategy.optim)
     policy = PolicyUpdate(strategy, AlgoConfig(), strategy.optim, max_tokens=16, correction="none")
-    metrics = train_on(chunks, partial(values.optimizer_step, critic), "critic", Progress())
-    metrics |= train_on(chunks, partial(policy.optimizer_step, actor, kl_coef=0.0), "policy", Progress())
+    metrics = train_on(batch, partial(values.optimizer_step, critic), "critic", Progress())
+    metrics |= train_on(batch, partial(policy.optimizer_step, actor, kl_coef=0.0), "policy", Progress())
     mine = [samples[i] for i in split_evenly(range(len(samples)), comm.world_size())[comm.rank()]]
     score_samples(critic, mine, "values", micro_batch_size=micro_batch_size)
     return (
