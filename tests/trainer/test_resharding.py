@@ -102,10 +102,10 @@ def load_each(path, folder, dtype, pairs, **flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_any_stage_and_number_of_ranks_reads_what_two_ranks_saved(tmp_path, dtype):
-    """From and to every stage on two ranks, and to one rank. Another step under the same stage and ranks is bitwise
-    that of the run that was not interrupted."""
+def test_any_stage_and_number_of_ranks_reads_what_two_ranks_saved(tmp_path):
+    """From and to every stage on two ranks, and to one rank, in bf16, where weights are not the masters. Another step
+    under the same stage and ranks is bitwise that of the run that was not interrupted."""
+    dtype = torch.bfloat16
     path = make_model(tmp_path / "model", "llama", tie=True, hidden_size=62, num_heads=1, num_kv_heads=1)
     saved = run_ranks(2, save_each, path, tmp_path, dtype, [0, 1, 2, 3])[0]
     assert {name.rpartition("/")[2] for name in saved[0][0]} > {"weight", "exp_avg", "exp_avg_sq"}
@@ -136,11 +136,10 @@ def offloaded(path, folder, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_offloaded_optimizers_go_on_bit_for_bit(tmp_path, dtype):
-    """DeepSpeed's C++ Adam has a state of its own, its bias corrections."""
+def test_offloaded_optimizers_go_on_bit_for_bit(tmp_path):
+    """DeepSpeed's C++ Adam has a state of its own, its bias corrections. Compiling it is what takes long."""
     path = make_model(tmp_path / "model", "llama")
-    (result,) = run_ranks(1, offloaded, path, tmp_path, dtype)
+    (result,) = run_ranks(1, offloaded, path, tmp_path, torch.bfloat16, timeout=1200)
     saved, loaded, elsewhere = result
     for (state, later, rates), (found, found_later, found_rates) in zip(saved, loaded, strict=True):
         assert_same(found, state)
