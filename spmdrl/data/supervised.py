@@ -91,11 +91,18 @@ class TextRows:
             return _row([Marked(text, ((0, len(text)),))]) if text.strip() else EMPTY
 
     def _conversation(self, chat: ChatTemplate, messages: list[Message]) -> Rendered | str:
-        if len(messages) < 2 or is_blank(messages[-1]["content"]):
+        if _is_empty(messages):
             return EMPTY
-        if messages[-1]["role"] != "assistant":
-            raise UserError("does not end with an assistant turn, which is what is learned")
+        check_ends_with_response(messages)
         return _row([chat.conversation(messages, first=1 if self.config.multiturn else len(messages) - 1)])
+
+
+def check_ends_with_response(messages: list[Message]) -> None:
+    if messages[-1]["role"] != "assistant":
+        raise UserError(
+            "does not end with an assistant turn, which is what is learned; a response in a column of its own is named "
+            "with --output_key"
+        )
 
 
 def exchange(
@@ -218,8 +225,9 @@ class LabelledRows:
             if not isinstance(self.shape, ChatTemplate):
                 raise UserError("holds the prompt alone: name the response's column with --output_key")
             messages = to_messages(cell)
-            if len(messages) < 2 or is_blank(messages[-1]["content"]):
+            if _is_empty(messages):
                 return EMPTY
+            check_ends_with_response(messages)
             return _row([self.shape.conversation(messages, first=len(messages) - 1)])
 
     def _mismatched(self, at: RowAt) -> Rendered:
@@ -282,12 +290,13 @@ class SupervisedSet:
 
     def add(self, sequences: Sequence[Encoded], targets: dict[str, float]) -> None:
         for sequence in sequences:
-            self._ids.extend(sequence.ids)
-            self._mask.extend(sequence.mask)
+            ids, mask = array("i", sequence.ids), array("b", sequence.mask)
+            self._ids.extend(ids)
+            self._mask.extend(mask)
             self._ends.append(len(self._ids))
             for name, value in targets.items():
                 self.targets.setdefault(name, array("d")).append(value)
-            self._hash.update(json.dumps([sequence.ids, sequence.mask, targets]).encode())
+            self._hash.update(json.dumps([len(ids), targets]).encode() + ids.tobytes() + mask.tobytes())
 
     def __len__(self) -> int:
         return self.num_sequences // self.group_size

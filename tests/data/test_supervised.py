@@ -275,6 +275,11 @@ def test_a_labelled_response_comes_with_anothers_response_to_the_same_prompt(tmp
             "'input' (--input_key) does not end with an assistant turn, which is what is learned",
         ),
         (
+            {"input": "Hello"},
+            {"apply_chat_template": True},
+            "which is what is learned; a response in a column of its own is named with --output_key",
+        ),
+        (
             {"input": "a", "output": [user("b")]},
             {"apply_chat_template": True, "output_key": "output"},
             "'output' (--output_key) ends with a user turn, expected the assistant's",
