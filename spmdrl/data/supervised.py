@@ -100,7 +100,7 @@ class TextRows:
 def check_ends_with_response(messages: list[Message]) -> None:
     if messages[-1]["role"] != "assistant":
         raise UserError(
-            "does not end with an assistant turn, which is what is learned; a response in a column of its own is named "
+            "does not end with an assistant turn, which is what is learned; name a response in a column of its own "
             "with --output_key"
         )
 

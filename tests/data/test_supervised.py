@@ -218,9 +218,8 @@ def test_pairs_with_nothing_to_compare_are_left_out_and_counted(tmp_path):
     rows = pairs(tmp_path, [good, *bad], prompt_key="prompt", apply_chat_template=True, max_len=40)
     assert len(rows) == 1
     assert rows.dropped == {"empty": 2, "with two equal responses": 1, "without room for a response": 1}
-    assert rows.describe() == (
-        f"1 row from {tmp_path}/rows.jsonl (2 empty, 1 with two equal responses, 1 without room for a response dropped)"
-    )
+    reasons = "2 empty, 1 with two equal responses, 1 without room for a response"
+    assert rows.describe() == f"1 row from {tmp_path}/rows.jsonl ({reasons} dropped)"
 
 
 # ---- lengths --------------------------------------------------------------------------------------------------------
@@ -277,7 +276,7 @@ def test_a_labelled_response_comes_with_anothers_response_to_the_same_prompt(tmp
         (
             {"input": "Hello"},
             {"apply_chat_template": True},
-            "which is what is learned; a response in a column of its own is named with --output_key",
+            "which is what is learned; name a response in a column of its own with --output_key",
         ),
         (
             {"input": "a", "output": [user("b")]},
