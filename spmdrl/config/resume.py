@@ -62,4 +62,4 @@ def _is_open_ended(*sides: Mapping[str, Any]) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return (" ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
