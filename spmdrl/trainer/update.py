@@ -67,9 +67,9 @@ def optimizer_step(
 ) -> dict[str, float]:
     """Train on the sum of the parts' losses, of whose samples every rank takes its micro-batches.
 
-    Returns this rank's metrics and the gradient norm, or nothing where `guard` left the step out; without a guard, a
-    loss or gradient that is not finite raises AnomalyStop. A rank with fewer samples makes passes of no weight instead.
-    `max_tokens` is the constant length of the aggregation that has one; `role` is for messages.
+    Returns this rank's metrics and the gradient norm, or nothing where `guard` left the step out. Without a guard, a
+    loss or gradient that is not finite raises AnomalyStop. A rank with fewer samples makes passes of no weight
+    instead. `max_tokens` is the constant length of the aggregation that has one; `role` is for messages.
     """
     totals: Metrics = {}
     with strategy.training(engine):
