@@ -131,6 +131,27 @@ def test_the_kto_loss_has_a_baseline_and_weights():
     assert summary["kl"] == 1
 
 
+def test_the_kto_baseline_is_of_the_other_prompts_responses():
+    """Of the second sequences log pi - log pi_ref is -3 + 1 and -6 + 1: -3.5 on average. The first are trained."""
+
+    def sequence(ids, row, index):
+        targets = {"ref_log_probs": -1.0, "label": 1.0}
+        return make_sample(
+            [5], ids, [0.0] * len(ids), finish_reason="stop", group_id=row, index=index, row=row, targets=targets
+        )
+
+    def engine(sequences, action_mask, **_):
+        log_probs = torch.where(sequences[:, 1:] == 7, -3.0, -1.0)
+        return torch.where(action_mask, log_probs, 0.0), None
+
+    samples = [
+        sequence(ids, row, i) for row, pair in enumerate([([6], [7]), ([6], [7, 7])]) for i, ids in enumerate(pair)
+    ]
+    (part,) = KTO(KTOConfig()).parts(engine, samples)
+    assert part.loss.keywords["kl"] == pytest.approx(-3.5)
+    assert [sample.index for sample in part.samples] == [0, 0]
+
+
 def test_a_micro_batch_without_samples_weighs_nothing():
     like = make_sample(
         [5], [6], [0.0], finish_reason="stop", group_id=0, index=0, row=0, targets={"ref_log_probs": 1.0}
