@@ -371,8 +371,8 @@ class PPOTrainer:
 
     # ---- what is saved (trainer/saving.py) -------------------------------------------------------------------------
     @property
-    def updates(self) -> int:
-        return 0 if self.batch is None else self.batch.updates
+    def updates(self) -> int | None:
+        return None if self.batch is None else self.batch.updates
 
     def shards(self) -> dict[str, Shards]:
         engines = {"actor": self.actor, "critic": self.critic}

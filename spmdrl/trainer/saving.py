@@ -20,8 +20,8 @@ class Run(Protocol):
     step: int  # the last one that is finished
 
     @property
-    def updates(self) -> int:
-        """Optimizer steps since then."""
+    def updates(self) -> int | None:
+        """Optimizer steps since then, on samples that are to be kept; None where there are no such samples."""
         ...
 
     def shards(self) -> Mapping[str, Shards]:
@@ -139,7 +139,7 @@ class Saver:
         self.run.export(folder, "--ckpt_path")
 
     def _name(self) -> str:
-        if self.run.updates:
+        if self.run.updates is not None:
             return f"step_{self.run.step + 1:06d}_update_{self.run.updates:06d}"
         return f"step_{self.run.step:06d}"
 

@@ -82,7 +82,7 @@ class SupervisedTrainer:
             warmup_steps=self.warmup_steps,
         )
         self.step = 0  # optimizer steps taken
-        self.updates = 0  # since then: there is nothing in the middle of an optimizer step
+        self.updates = None  # since then: there is nothing in the middle of an optimizer step
         self.eval_metrics: dict[str, float] = {}  # of the last evaluation
         self.saver.restore()
         if comm.is_main():

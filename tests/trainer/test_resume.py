@@ -173,7 +173,8 @@ def test_resumed_again_and_again_is_six(tmp_path, one_rank, inputs, six_steps):
 
 def test_nothing_is_generated_again_for_a_rollout_that_was_saved(tmp_path, one_rank, inputs, six_steps):
     """U66: a run that is resumed in its second step samples for the four steps after it."""
-    assert stopped_at(None, tmp_path, updates=1, **inputs, **EVERYTHING) == "step_000002_update_000001"
+    flags = {**inputs, **EVERYTHING, "save_steps": 1}
+    assert stopped_at(None, tmp_path, updates=0, **flags) == "step_000002_update_000000"
     trainer = build(tmp_path, **inputs, **EVERYTHING, load_checkpoint=True)
     calls, own = [], trainer.engine.generate
     trainer.engine.generate = lambda *args: (calls.append(args), own(*args))[1]
