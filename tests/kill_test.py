@@ -128,8 +128,11 @@ def kill_somewhere(running: Running, pace: Pace, dice: random.Random) -> tuple[s
         moment = running.start + dice.uniform(0.1, 1) * pace.meet_s
     else:
         running.until(MET, timeout_s=300)
-        moment = time.monotonic() + dice.uniform(0.2 * pace.start_s, pace.start_s + 4 * pace.step_s)
-    while time.monotonic() < moment and any(process.poll() is None for process in running.processes):
+        num_steps = dice.randrange(4)
+        while len(_steps(running)) < num_steps and _is_alive(running):
+            time.sleep(0.01)
+        moment = time.monotonic() + dice.uniform(0, pace.step_s if num_steps else pace.start_s)
+    while time.monotonic() < moment and _is_alive(running):
         time.sleep(0.01)
     chosen = running.processes if who == "all" else [dice.choice(running.processes)]
     alive = [process for process in chosen if process.poll() is None]
@@ -172,11 +175,18 @@ def kill_and_resume(job: Job, pace: Pace, dice: random.Random, kills: int) -> in
     raise AssertionError("unreachable: the last run is not killed")
 
 
+def _is_alive(running: Running) -> bool:
+    return any(process.poll() is None for process in running.processes)
+
+
+def _steps(running: Running) -> list[str]:
+    """The finished steps that the log speaks of."""
+    lines = running.log.read_text().splitlines()
+    return [line.split("|")[0].strip() for line in lines if line.startswith("step ") and " | reward " in line]
+
+
 def _place(running: Running) -> str:
-    """The last step that the log speaks of."""
-    lines = [line for line in running.log.read_text().splitlines() if line.startswith("step ") and "/" in line[:12]]
-    steps = [line.split("|")[0].strip() for line in lines if "|" in line]
-    return steps[-1] if steps else "no step"
+    return (_steps(running) or ["no step"])[-1]
 
 
 def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
