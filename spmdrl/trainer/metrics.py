@@ -24,5 +24,6 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/num_samples": float(len(samples)),
     }
     for name in samples[0].info:
-        metrics[name if name.startswith("reward/") else f"rollout/{name}"] = sum(s.info[name] for s in samples) / len(samples)
+        shown = name if name.startswith("reward/") else f"rollout/{name}"
+        metrics[shown] = sum(s.info[name] for s in samples) / len(samples)
     return metrics

@@ -39,9 +39,20 @@ class Setting:
 class Objective(Protocol):
     """One supervised program: its rows, its model, its loss. Metrics are "step/...", divided by counts of the step."""
 
-    group_size: int  # sequences a row
-    num_labels: int | None  # of the saved classifier; None for a causal LM
-    value_head_prefix: str | None
+    @property
+    def group_size(self) -> int:
+        """Sequences a row."""
+        ...
+
+    @property
+    def num_labels(self) -> int | None:
+        """Of the saved classifier; None for a causal LM."""
+        ...
+
+    @property
+    def value_head_prefix(self) -> str | None:
+        """Of the saved classifier; None for a causal LM."""
+        ...
 
     def renderer(self, shape: TextTemplate | ChatTemplate) -> RowRenderer: ...
     def prepare(self, setting: Setting) -> None: ...

@@ -99,7 +99,9 @@ def test_mistakes_are_named_with_the_nearest_that_is_right(words, message):
 
 
 def test_everything_wrong_with_the_flags_is_said_at_once():
-    message = refusal("--ring_attn_size", "2", "--ring_head_stride", "1", "--vllm_num_engines", "2", "--seeed", "1", "--l2", "x")
+    message = refusal(
+        "--ring_attn_size", "2", "--ring_head_stride", "1", "--vllm_num_engines", "2", "--seeed", "1", "--l2", "x"
+    )
     assert message.startswith("--ring_attn_size, --ring_head_stride: not supported yet (")
     assert "; --vllm_num_engines: no flag here (" in message
     assert "; --seeed: no flag here (did you mean --seed?)" in message
