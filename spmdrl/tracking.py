@@ -122,7 +122,8 @@ class Tracker:
         resume_step: int | None = None,
         program: str = "ppo",
     ):
-        """`resume_step`: the last step of the checkpoint that this run continues; later rows are dropped.
+        """`resume_step`: the last step of the checkpoint that this run continues; later rows are dropped. With -1 also
+        those of step 0.
         `program` and the date are the name of a run that has none."""
         self.config, self.total_steps, self.is_main = config, total_steps, is_main
         self.clock = PhaseClock()
@@ -143,7 +144,7 @@ class Tracker:
             self.sinks.append(WandbSink(config, run_config, self.folder, state))
         if config.use_tensorboard:
             self.sinks.append(TensorBoardSink(Path(config.use_tensorboard) / state["run_name"], resume_step))
-        (self.folder / STATE).write_text(json.dumps(state) + "\n", encoding="utf-8")
+        write_state(self.folder, state)
         self.plotted_at = time.monotonic()
         self.can_plot = importlib.util.find_spec("matplotlib") is not None
         if not self.can_plot:
@@ -249,8 +250,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The run's name and W&B id, for the run that resumes it."""
-    return json.loads((folder / STATE).read_text(encoding="utf-8")) if (folder / STATE).is_file() else {}
+    """The run's name and W&B id, for the run that resumes it; nothing where the file is damaged."""
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    partial = folder / f"{STATE}.partial"
+    partial.write_text(json.dumps(state) + "\n", encoding="utf-8")
+    partial.replace(folder / STATE)
 
 
 # ---- console --------------------------------------------------------------------------------------------------------

@@ -76,6 +76,14 @@ def test_steps_only_grow(tmp_path):
         tracker.log(STEP, 2)
 
 
+@pytest.mark.parametrize("content", ["", "[1]", b"\xff"], ids=["cut short", "foreign", "no text"])
+def test_a_run_whose_name_was_damaged_is_resumed_under_another(tmp_path, content):
+    make_tracker(tmp_path).close()
+    (tmp_path / "tracking.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    make_tracker(tmp_path, resume_step=0).close()
+    assert json.loads((tmp_path / "tracking.json").read_text())["run_name"].startswith("ppo_")
+
+
 def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     """Checkpoint at step 2, killed in the middle of writing step 4: resumed rows are 1 2 3 4, each once."""
     tracker = make_tracker(tmp_path)

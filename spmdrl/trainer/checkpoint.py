@@ -111,10 +111,10 @@ class Checkpointer:
         comm.say(f"resuming from {checkpoint.folder}")
         return checkpoint
 
-    def newest(self) -> Checkpoint | None:
-        """The newest whole checkpoint of the run that saved last."""
+    def newest(self, run: str | None = None) -> Checkpoint | None:
+        """The newest whole checkpoint of `run`, or of the run that saved last."""
         self.finish()
-        candidates = self._candidates()
+        candidates = self._candidates(run)
         for folder, manifest in candidates:
             problem = self._damage(folder, manifest)
             if problem is None:
@@ -124,11 +124,11 @@ class Checkpointer:
             raise UserError(f"no checkpoint in {self.root} is whole; restore one, or start without --load_checkpoint")
         return None
 
-    def _candidates(self) -> list[folders.Found]:
+    def _candidates(self, run: str | None) -> list[folders.Found]:
         found, problems, refusal = [], [], None
         if comm.is_main():
             try:
-                found, problems = folders.find(self.root)
+                found, problems = folders.find(self.root, run)
             except ValueError as error:
                 refusal = str(error)
         found, problems, refusal = comm.all_gather_object((found, problems, refusal))[0]

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -74,22 +74,23 @@ def _checksum(content: dict[str, Any]) -> str:
 Found = tuple[Path, Manifest]
 
 
-def find(root: Path) -> tuple[list[Found], list[str]]:
-    """The checkpoints that the run named in `latest` can go on from, the newest first, and why others are not.
+def find(root: Path, run: str | None = None) -> tuple[list[Found], list[str]]:
+    """The checkpoints that `run`, or the run named in `latest`, can go on from, newest first; why others are not.
 
-    Without `latest` it is the run of the newest. Raises ValueError if `latest` names one and none of its run is there.
+    Without `latest` it is the run of the newest. Raises ValueError if `latest` names one and neither that nor one
+    of its run is there.
     """
     found, problems = _scan(root)
-    latest = read_latest(root)
+    latest = read_latest(root) if run is None else {}
     resumable = [(folder, m) for folder, m in found if m.can_resume]
-    run = latest.get("run") or (resumable[0][1].run if resumable else None)
+    run = run or latest.get("run") or (resumable[0][1].run if resumable else None)
     for folder, manifest in found:
         if not manifest.can_resume:
             problems.append(f"{folder}: a model without training state")
         elif manifest.run != run:
             problems.append(f"{folder}: of another run")
     own = [(folder, m) for folder, m in resumable if m.run == run]
-    if latest.get("name") and not own:
+    if latest.get("name") and not own and latest["name"] not in {folder.name for folder, _ in found}:
         raise ValueError(f"{root / latest['name']}, which {root / LATEST} names, is not whole, and there is no other")
     return own, problems
 
@@ -143,6 +144,9 @@ def publish(root: Path, folder: Path, manifest: Manifest, *, max_num: int, max_b
         path = folder / name
         if not path.is_file() or path.stat().st_size != file.size:
             raise OSError(f"{path} is not what another rank wrote: do all nodes see this directory?")
+    before = [m.saved_at for _, m in _scan(root)[0] if m.run == manifest.run]
+    # A clock that was set back, or another node's, must not make older ones the newest.
+    manifest = replace(manifest, saved_at=max([manifest.saved_at, *(then + 0.001 for then in before)]))
     manifest.write(folder)
     final = _free(root / manifest.name)
     folder.rename(final)
@@ -180,7 +184,8 @@ def _remove(folder: Path) -> None:
 
 def clear_away(root: Path) -> Sequence[Path]:
     """Remove what interrupted saves and removals left."""
-    left = [folder for folder in root.iterdir() if folder.name.startswith((SAVING, REMOVING))]
+    places = (place for place in (root, root / BEST) if place.is_dir())
+    left = [f for place in places for f in place.iterdir() if f.name.startswith((SAVING, REMOVING))]
     for folder in left:
         shutil.rmtree(folder, ignore_errors=True)
     return left

@@ -145,6 +145,8 @@ class _Export:
         new = sorted(self.partial.iterdir(), key=lambda file: (file.name == "config.json", file.name))
         stale = {file.name for file in self.folder.iterdir() if WEIGHT_FILE.fullmatch(file.name)}
         for file in new:
+            if file.is_dir():  # of templates: a directory does not replace one that has files
+                shutil.rmtree(self.folder / file.name, ignore_errors=True)
             file.replace(self.folder / file.name)
         for name in stale - {file.name for file in new}:
             (self.folder / name).unlink()

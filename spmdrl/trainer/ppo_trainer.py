@@ -123,7 +123,7 @@ class PPOTrainer:
         self.batch: TrainBatch | None = None  # under training
         self.saver.restore()
         if comm.is_main():
-            save_config(config, str(Path(config.checkpoint.save_path, "config.yaml")))
+            save_config(config, Path(config.checkpoint.save_path, "config.yaml").expanduser())
 
     def _build_algorithm(self) -> None:
         config, algo = self.config, self.config.algo
@@ -179,12 +179,12 @@ class PPOTrainer:
         comm.say(f"anomaly: {error}; going back to the newest checkpoint")
         if not self.saver.roll_back():
             raise AnomalyStop(f"{error}; there is no checkpoint to go back to yet (--save_steps)") from error
-        self.tracker.rewind(self.step)
+        self.tracker.rewind(-1 if self.is_at_start else self.step)
 
     def _fit(self) -> None:
         preemption.safe_point()  # from here on a signal is answered with a checkpoint
         batches = iter(self.sampler)
-        if self.step == 0 and self.batch is None:
+        if self.is_at_start:
             self.evaluate(0)
         for step in range(self.step + 1, self.sizes.total_steps + 1):
             guard.set_step(step)
@@ -354,7 +354,7 @@ class PPOTrainer:
 
     def save(self) -> None:
         with self.phase("save"):
-            self.export(Path(self.config.checkpoint.save_path), "--save_path")
+            self.export(Path(self.config.checkpoint.save_path).expanduser(), "--save_path")
 
     def export(self, folder: Path, flag: str) -> None:
         """The trained model, with --enable_ema its average and with --save_value_network the critic."""
@@ -373,6 +373,11 @@ class PPOTrainer:
     @property
     def updates(self) -> int | None:
         return None if self.batch is None else self.batch.updates
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether there is not even the first rollout."""
+        return self.step == 0 and self.batch is None
 
     def shards(self) -> dict[str, Shards]:
         engines = {"actor": self.actor, "critic": self.critic}

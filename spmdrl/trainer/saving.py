@@ -64,8 +64,12 @@ class Saver:
 
     @property
     def resume_step(self) -> int | None:
-        """The last step that the checkpoint has finished; None for a run from the beginning."""
-        return None if self.resumed is None else self.resumed.state["step"]
+        """The last step that the checkpoint has finished, -1 where not even the first one's rollout is; None for a run
+        from the beginning."""
+        if self.resumed is None:
+            return None
+        state = self.resumed.state
+        return -1 if state["step"] == 0 and state["work"] is None else state["step"]
 
     # ---- coming back --------------------------------------------------------------------------------------------
     def restore(self) -> None:
@@ -79,7 +83,7 @@ class Saver:
     def roll_back(self) -> bool:
         """Bring the run back to its newest checkpoint; False where it has none."""
         self.finish()
-        checkpoint = self.checkpointer.newest()
+        checkpoint = self.checkpointer.newest(self.checkpointer.run)
         if checkpoint is not None:
             self._load(checkpoint)
             self.settle()

@@ -86,7 +86,7 @@ class SupervisedTrainer:
         self.eval_metrics: dict[str, float] = {}  # of the last evaluation
         self.saver.restore()
         if comm.is_main():
-            save_config(config, Path(config.checkpoint.save_path, "config.yaml"))
+            save_config(config, Path(config.checkpoint.save_path, "config.yaml").expanduser())
 
     def _load_sets(self) -> tuple[SupervisedSet, SupervisedSet | None]:
         data, objective = self.config.data, self.objective
@@ -128,7 +128,7 @@ class SupervisedTrainer:
                 self.finish_step(metrics)  # evaluation, logs, checkpoint
             self.saver.finish()
             with self.phase("save"):
-                self.export(Path(self.config.checkpoint.save_path), "--save_path")
+                self.export(Path(self.config.checkpoint.save_path).expanduser(), "--save_path")
         self.tracker.close()
 
     def train(self, samples: Sequence[Sample]) -> dict[str, float]:

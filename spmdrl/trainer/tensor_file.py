@@ -13,6 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from spmdrl.distributed import whereabouts
+
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -43,6 +45,7 @@ class Written:
             while block := file.read(CHUNK_BYTES):
                 digest.update(block)
                 size += len(block)
+                whereabouts.beat()
         return cls(size, digest.hexdigest())
 
 
@@ -78,6 +81,7 @@ def write_file(path: Path, parts: Iterable[Any]) -> Written:
                 block = view[start : start + CHUNK_BYTES]
                 file.write(block)
                 digest.update(block)
+                whereabouts.beat()
             size += len(view)
         file.flush()
         os.fsync(file.fileno())
@@ -118,7 +122,9 @@ class RangeReader:
                 at = stop
         if at != end:
             raise ValueError(f"{name} has a gap at element {at}")
-        return torch.cat(pieces) if len(pieces) != 1 else pieces[0]
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat(pieces) if pieces else torch.empty(0)
 
 
 # ---- JSON with tensors in it ----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from spmdrl.config import CheckpointConfig
+from spmdrl.distributed import whereabouts
 from spmdrl.distributed.engine_state import Fragment
 from spmdrl.errors import UserError
 from spmdrl.trainer import checkpoint, checkpoint_folder, tensor_file
@@ -104,11 +105,13 @@ def test_nothing_there_is_said(tmp_path, capsys):
 def test_a_resumed_run_is_the_same_run(tmp_path):
     """It removes what it saved before it was resumed, and what an interrupted save left."""
     started(tmp_path, 1, 2, max_ckpt_num=2)
-    (tmp_path / ".saving-step_000003-0123").mkdir()
+    for place in (tmp_path, tmp_path / "best"):
+        (place / ".saving-step_000003-0123").mkdir(parents=True)
     checkpointer, _ = resume(tmp_path, max_ckpt_num=2)
-    assert names(tmp_path) == ["step_000001", "step_000002"]
+    assert names(tmp_path) == ["best", "step_000001", "step_000002"]
+    assert names(tmp_path / "best") == []
     save(checkpointer, 3)
-    assert names(tmp_path) == ["step_000002", "step_000003"]
+    assert names(tmp_path) == ["best", "step_000002", "step_000003"]
 
 
 def truncate(path):
@@ -203,6 +206,31 @@ def test_a_model_alone_is_kept_but_not_gone_on_from(tmp_path, capsys):
     assert (tmp_path / "step_000002" / "hf" / "config.json").read_text() == "{}"
     assert resume(tmp_path)[1] == 1
     assert "step_000002: a model without training state" in capsys.readouterr().out
+
+
+def test_where_there_are_only_models_the_run_begins_afresh(tmp_path):
+    checkpointer = make(tmp_path)
+    checkpointer.save("step_000002", {}, {}, {}, export=lambda folder: folder.mkdir())
+    checkpointer.finish()
+    assert resume(tmp_path)[1] is None
+
+
+def test_a_clock_that_was_set_back_does_not_make_an_older_one_the_newest(tmp_path, monkeypatch):
+    checkpointer = started(tmp_path, 1, max_ckpt_num=1)
+    monkeypatch.setattr(checkpoint.time, "time", lambda: 1.0)
+    save(checkpointer, 2)
+    assert names(tmp_path) == ["step_000002"]
+    save(checkpointer, 3)
+    assert resume(tmp_path)[1] == 3
+
+
+def test_a_run_goes_back_to_a_checkpoint_of_its_own(tmp_path):
+    """Also where another run has saved in the same directory since."""
+    checkpointer = started(tmp_path, 1)
+    started(tmp_path, 5)
+    found = checkpointer.newest(checkpointer.run)
+    assert found is not None and found.state["step"] == 1
+    assert make(tmp_path).newest(run="a run without one") is None
 
 
 def test_the_best_is_kept_apart(tmp_path):
@@ -371,6 +399,14 @@ def test_tensors_of_every_kind_are_read_back_by_safetensors(tmp_path):
         assert torch.equal(found[name], tensor)
 
 
+def test_writing_and_checking_a_long_file_are_signs_of_progress(tmp_path):
+    before = whereabouts.beats()
+    tensor_file.write_file(tmp_path / "file", [b"abc"])
+    written = whereabouts.beats()
+    tensor_file.Written.of(tmp_path / "file")
+    assert before < written < whereabouts.beats()
+
+
 def test_ranges_are_put_together_from_several_files(tmp_path):
     whole = torch.arange(20)
     for name, start, end in (("a", 13, 20), ("b", 0, 6), ("c", 6, 13)):
@@ -378,6 +414,7 @@ def test_ranges_are_put_together_from_several_files(tmp_path):
     reader = tensor_file.RangeReader([tmp_path / name for name in "abc"])
     for start, end in ((0, 20), (5, 14), (6, 13), (7, 9), (19, 20)):
         assert torch.equal(reader.read("x", start, end, 20), whole[start:end])
+    assert reader.read("x", 20, 20, 20).shape == (0,)  # the share of a rank beyond a weight's elements
     with pytest.raises(ValueError, match="x has 20 elements there, 21 here"):
         reader.read("x", 0, 21, 21)
     with pytest.raises(ValueError, match="y has 0 elements there, 3 here"):

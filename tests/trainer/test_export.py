@@ -59,6 +59,21 @@ def test_a_model_in_many_files_loads_with_the_same_logits(tmp_path, small_shards
     assert_loads(model, folder)
 
 
+def test_several_chat_templates_are_saved_again_where_they_were(tmp_path):
+    from transformers import AutoTokenizer
+
+    templates = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    path = make_model(tmp_path / "several", "qwen2")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(path)
+    config = ModelConfig(pretrain=path)
+    actor = Actor(load_causal_lm(config, dtype=torch.float32))
+    for _ in range(2):
+        export.save_hf(actor, tokenizer, tmp_path / "out", hf_config=actor.model.config)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == templates
+
+
 def test_a_small_model_is_one_file(tmp_path):
     model, folder = saved(tmp_path, "llama")
     assert [path.name for path in folder.glob("model*")] == ["model.safetensors"]

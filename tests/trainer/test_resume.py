@@ -278,6 +278,24 @@ def test_logs_go_on_after_the_step_that_was_saved(tmp_path, one_rank, inputs):
     assert again[:2] == first[:2]
 
 
+@pytest.mark.parametrize("number", [2, 5])
+def test_a_run_stopped_before_its_first_rollout_is_there_evaluates_again(tmp_path, one_rank, inputs, number):
+    """Stopped in the evaluation before the first step, or after it, there is one row of it."""
+    flags = {**inputs, "eval_dataset": inputs["prompt_data"], "eval_steps": 2, "eval_on_start": True}
+    assert stopped_at(number, tmp_path, **flags) == "step_000000"
+    resumed(tmp_path, **flags)
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/reward" in row] == [0, 2, 3]
+
+
+def test_a_home_directory_is_found_by_all_that_is_written(tmp_path, one_rank, inputs, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    only(build("~/run", **inputs), 1).fit()
+    assert all((tmp_path / "run" / name).is_file() for name in ("config.yaml", "config.json", "metrics.jsonl"))
+    assert not (tmp_path / "~").exists()
+
+
 def test_the_model_beside_a_checkpoint_and_the_best_one_load_elsewhere(tmp_path, one_rank, inputs):
     from transformers import AutoModelForCausalLM
 
