@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+# Flags of what an evaluation measures.
+EVALUATION = {"eval_dataset", "eval_split", "eval_temperature", "eval_n_samples_per_prompt"}
 # Flags that change nothing about what is learned, or no more than rounding does, as other micro-batches or ranks do.
 HARMLESS = {
     # where output goes and how often
@@ -10,8 +12,7 @@ HARMLESS = {
     *("use_wandb", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"),
     *("use_tensorboard", "save_value_network"),
     *("save_steps", "save_hf_ckpt", "disable_ds_ckpt", "ckpt_path", "max_ckpt_num", "max_ckpt_mem"),
-    *("eval_steps", "eval_on_start", "eval_dataset", "eval_split"),
-    *("eval_temperature", "eval_n_samples_per_prompt"),
+    *("eval_steps", "eval_on_start", *EVALUATION),
     # where tensors lie and how work is cut up
     *("zero_stage", "critic_zero_stage", "ref_reward_zero_stage", "adam_offload", "zpg", "overlap_comm"),
     *("ref_reward_offload", "teacher_offload"),
@@ -49,6 +50,11 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str]
         is_harmless = name in HARMLESS or (name in LENGTHS and _is_open_ended(saved["flags"], now["flags"]))
         (accepted if is_harmless else refused).append(f"--{name} {_shown(value)} -> {_shown(other)}")
     return refused, accepted
+
+
+def judges_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether the evaluations of two runs, given by their descriptions, cannot be compared."""
+    return any(name in EVALUATION for name, _, _ in _differing(saved["flags"], now["flags"]))
 
 
 def _differing(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:

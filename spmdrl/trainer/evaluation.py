@@ -55,17 +55,18 @@ def eval_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "truncated": float(sum(s.truncated for s in samples)),
     }
     names = sorted({name for share in comm.all_gather_object(_info_names(samples)) for name in share})
-    sums |= {name: sum(s.info[name] for s in samples) for name in names}
-    counts = [float(len(samples)), float(len(best)), sum(best.values())]
-    *totals, num_samples, num_prompts, best_sum = comm.all_reduce_sum(
-        torch.tensor([*sums.values(), *counts], dtype=torch.float64)
-    ).tolist()
-    metrics = {f"eval/{name}": total / num_samples for name, total in zip(sums, totals, strict=True)}
+    info = {name: [s.info[name] for s in samples if name in s.info] for name in names}
+    counts = dict.fromkeys(sums, len(samples)) | {name: len(values) for name, values in info.items()}
+    sums |= {name: sum(values) for name, values in info.items()}
+    here = [*sums.values(), *(counts[name] for name in sums), len(samples), len(best), sum(best.values())]
+    *totals, num_samples, num_prompts, best_sum = comm.all_reduce_sum(torch.tensor(here, dtype=torch.float64)).tolist()
+    means = (total / count for total, count in zip(totals[: len(sums)], totals[len(sums) :], strict=True))
+    metrics = {f"eval/{name}": mean for name, mean in zip(sums, means, strict=True)}
     if num_samples > num_prompts:
         metrics[f"eval/pass@{round(num_samples / num_prompts)}"] = best_sum / num_prompts
     return metrics | {"eval/num_prompts": num_prompts}
 
 
 def _info_names(samples: Sequence[Sample]) -> list[str]:
-    """Of the reward function's extra numbers."""
-    return list(samples[0].info) if samples else []
+    """Of the reward function's extra numbers, which it may give for some samples only."""
+    return list(dict.fromkeys(name for s in samples for name in s.info))

@@ -23,7 +23,8 @@ def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/num_tokens": float(lengths.sum()),
         "rollout/num_samples": float(len(samples)),
     }
-    for name in samples[0].info:
+    for name in dict.fromkeys(name for s in samples for name in s.info):
         shown = name if name.startswith("reward/") else f"rollout/{name}"
-        metrics[shown] = sum(s.info[name] for s in samples) / len(samples)
+        values = [s.info[name] for s in samples if name in s.info]  # a rank's reward function may give it, or not
+        metrics[shown] = sum(values) / len(values)
     return metrics

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl.config import CheckpointConfig
+from spmdrl.config.resume import judges_otherwise
 from spmdrl.distributed import guard
 from spmdrl.distributed.preemption import Preempted
 from spmdrl.trainer.anomalies import AnomalyStop
@@ -76,6 +77,8 @@ class Saver:
         """Bring the run to where the checkpoint was that was found, if one was."""
         if self.resumed is not None:
             self._load(self.resumed)
+            if judges_otherwise(self.resumed.manifest.description, self.checkpointer.description):
+                self.best = -math.inf
             self._saved = self.resumed.manifest.name, self.resumed.folder
             self.resumed = None
         self.settle()
@@ -83,9 +86,10 @@ class Saver:
     def roll_back(self) -> bool:
         """Bring the run back to its newest checkpoint; False where it has none."""
         self.finish()
-        checkpoint = self.checkpointer.newest(self.checkpointer.run)
+        checkpoint, best = self.checkpointer.newest(self.checkpointer.run), self.best
         if checkpoint is not None:
             self._load(checkpoint)
+            self.best = max(best, self.best)  # the model that has it is still there
             self.settle()
         return checkpoint is not None
 

@@ -9,6 +9,7 @@ from spmdrl.errors import UserError
 from spmdrl.experience import make_sample
 from spmdrl.rollout.engine import sampling_seed
 from spmdrl.trainer.evaluation import eval_metrics
+from spmdrl.trainer.metrics import rollout_metrics
 from tests.ranks import run_ranks
 from tests.tiny import write_jsonl
 from tests.trainer.runs import config_of, read_jsonl, run, write_inputs
@@ -55,6 +56,11 @@ def test_means_are_over_samples_and_pass_at_n_over_prompts(one_rank):
         "eval/num_prompts": 2.0,
     }
     assert not any("pass" in name for name in eval_metrics(samples[::2]))
+
+
+def test_a_number_that_some_samples_have_is_a_mean_over_those(one_rank):
+    samples = [sample(0, 0, 1.0), sample(1, 0, 0.0, right=1.0), sample(2, 0, 0.0, right=0.0)]
+    assert eval_metrics(samples)["eval/right"] == rollout_metrics(samples)["rollout/right"] == 0.5
 
 
 def test_evaluation_draws_with_other_seeds_than_training():
