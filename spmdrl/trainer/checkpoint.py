@@ -129,7 +129,7 @@ class Checkpointer:
         if comm.is_main():
             try:
                 found, problems = folders.find(self.root, run)
-            except ValueError as error:
+            except (OSError, ValueError) as error:
                 refusal = str(error)
         found, problems, refusal = comm.all_gather_object((found, problems, refusal))[0]
         for problem in problems:
@@ -184,7 +184,11 @@ class Checkpointer:
         self.finish()
         folder = self._on_main(lambda: folders.begin(self.root, name, self.run))
         if export is not None:
-            export(folder / EXPORT)
+            try:
+                export(folder / EXPORT)
+            except UserError:
+                self._give_up(folder)
+                raise
         ranks = comm.all_gather_object(of_rank)
         content = {"state": state, "ranks": ranks, "shards": {key: part.state_dict() for key, part in shards.items()}}
         parts = {key: _on_host(part.fragments()) for key, part in shards.items()}
@@ -201,13 +205,16 @@ class Checkpointer:
         (folder, manifest, future), self._pending = self._pending, None
         written = comm.all_gather_object(future.result())
         problems = [f"rank {rank}: {part}" for rank, part in enumerate(written) if isinstance(part, str)]
-        if problems and comm.is_main():
-            shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
         if problems:
+            self._give_up(folder)
             raise UserError(f"--ckpt_path {self.root}: cannot save {manifest.name}: {problems[0]}")
         manifest = replace(manifest, files={name: file for part in written for name, file in part.items()})
         limits = {"max_num": self.config.max_ckpt_num, "max_bytes": self.config.max_ckpt_mem * 10**9}
         return self._on_main(lambda: folders.publish(self.root, folder, manifest, **limits))
+
+    def _give_up(self, folder: Path) -> None:
+        if comm.is_main():
+            shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
 
     def _on_main(self, action: Callable[[], Any]) -> Any:
         """What `action` returns on the main rank; a refusal of the disk there is a UserError on every rank."""

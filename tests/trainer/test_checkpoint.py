@@ -379,6 +379,25 @@ def test_an_error_in_the_background_is_raised_when_the_save_is_completed(tmp_pat
     assert names(tmp_path) == ["step_000001"]
 
 
+def test_an_export_that_the_disk_refuses_leaves_nothing(tmp_path):
+    def export(folder):
+        folder.mkdir()
+        raise UserError("no space")
+
+    checkpointer = started(tmp_path, 1)
+    with pytest.raises(UserError, match="no space"):
+        checkpointer.save("step_000002", {"numbers": Numbers()}, {"step": 2}, {}, export=export)
+    assert names(tmp_path) == ["step_000001"]
+    assert resume(tmp_path)[1] == 1
+
+
+def test_a_directory_that_cannot_be_read_is_refused_in_one_line(tmp_path, monkeypatch):
+    started(tmp_path, 1)
+    monkeypatch.setattr(checkpoint_folder, "find", lambda root, run: os.listdir(root / "step_000001" / "state.json"))
+    with pytest.raises(UserError, match=r"--load_checkpoint: .*Not a directory.*state.json"):
+        resume(tmp_path)
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 def test_tensors_of_every_kind_are_read_back_by_safetensors(tmp_path):
     tensors = {
