@@ -77,8 +77,10 @@ class RewardFunction:
             returned = call(self.function, *arguments)
         except (Exception, SystemExit) as error:
             culprit = find_culprit(self.function, *arguments, error)
+            unlabelled = all(label is None for label in batch.labels)
+            hint = "; all labels are None, as without --label_key" if unlabelled else ""
             raise RewardError(
-                f"{self.where} raised {describe(error)} on {_name(batch.sample_ids, culprit)}"
+                f"{self.where} raised {describe(error)} on {_name(batch.sample_ids, culprit)}{hint}"
             ) from error
         return read_output(returned, batch.sample_ids, self.where)
 

@@ -208,7 +208,7 @@ class Generation:
             mean = tally.sum_rewards / tally.num_rewards
             chosen = output.post_processor is not None and tally.num_lines > 0
             kept = f", {tally.sum_kept_rewards / tally.num_kept_rewards:.4g} of those kept" if chosen else ""
-            lines.append(f"mean reward: {mean:.4g} of {tally.num_rewards} responses{kept}")
+            lines.append(f"mean reward: {mean:.4g} over {tally.num_rewards} responses{kept}")
         return lines
 
 

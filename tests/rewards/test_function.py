@@ -210,6 +210,14 @@ def test_exception_names_the_sample_and_keeps_the_users_traceback(load):
     assert "in grade" in "".join(traceback.format_exception(error.value.__cause__))
 
 
+def test_exception_without_label_key_says_that_there_are_no_labels(load):
+    function = load("def reward_func(queries, prompts, labels):\n    return [len(label) for label in labels]")
+    with pytest.raises(RewardError, match=r"on row 1; all labels are None, as without --label_key$"):
+        function(RewardBatch(["a"], [""], [None], {}, ["row 1"]))
+    with pytest.raises(RewardError, match=r"on row 1$"):
+        function(RewardBatch(["a"], [""], [1], {}, ["row 1"]))
+
+
 def test_exception_that_no_sample_raises_alone_names_the_call(load):
     function = load(
         "def reward_func(queries, prompts, labels):\n    assert len(queries) < 3\n    return [0] * len(queries)"
