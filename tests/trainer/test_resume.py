@@ -107,7 +107,7 @@ def stopped_at(number, folder, updates=None, **flags):
     """Name of the checkpoint of a run that was stopped at that safe point, or in step 2 after that many updates."""
     trainer = build(folder, **flags)
     with pytest.MonkeyPatch.context() as patch:
-        StopAt(patch, number, when=lambda: trainer.step == 1 and trainer.updates == updates)
+        StopAt(patch, number, when=lambda: updates is not None and (trainer.step, trainer.updates) == (1, updates))
         with pytest.raises(Preempted) as stopped:
             trainer.fit()
     return stopped.value.saved_in.rpartition("/")[2]
