@@ -1,7 +1,9 @@
 """Sampling with vLLM inside this process; the only module that imports vllm."""
 
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +45,7 @@ class VLLMEngine:
         self.group = comm.subgroup(self.tp) if self.tp > 1 else None
         self.can_sleep = config.vllm_enable_sleep and torch.cuda.is_available()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        with _threads_kept():
+        with _threads_kept(), _shared_memory_of_its_own(self.group):
             from vllm import LLM
 
             try:
@@ -195,3 +197,21 @@ class _threads_kept:
     def __exit__(self, *exc: Any) -> None:
         torch.set_num_threads = self.set_count
         torch.set_num_threads(self.count)
+
+
+@contextmanager
+def _shared_memory_of_its_own(group: Any) -> Iterator[None]:
+    """On hosts without a GPU the ranks of an engine meet in shared memory that vLLM names after where they met, which
+    is the same for every run under a launcher: runs would share it, and one that was killed would block all later
+    ones. A word of their own keeps them apart."""
+    if group is None or torch.cuda.is_available():
+        yield
+        return
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as Executor
+
+    word, original = comm.all_gather_object(secrets.token_hex(8), group)[0], Executor._distributed_args
+    Executor._distributed_args = lambda self: (f"env://?run={word}", *original(self)[1:])
+    try:
+        yield
+    finally:
+        Executor._distributed_args = original
