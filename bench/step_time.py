@@ -11,15 +11,14 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from common import MODEL, check_model, conditions, metrics, report, run, torchrun
+
 PROMPTS, SAMPLES, TOKENS = 8, 8, 128
 
 
@@ -29,17 +28,6 @@ def write_prompts(path: Path, steps: int) -> None:
         for i in range(PROMPTS * steps)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def torchrun(ranks: int, *words: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *words]
-
-
-def run(command: list[str], threads: int) -> None:
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\nfailed:\n{done.stderr[-4000:]}")
 
 
 def ours(args: argparse.Namespace, folder: Path) -> dict:
@@ -56,7 +44,7 @@ def ours(args: argparse.Namespace, folder: Path) -> dict:
         --zero_stage {args.zero_stage} --save_path {folder / "out"}
     """.split()
     run(torchrun(args.ranks, "cli/train_ppo.py", *flags), args.threads)
-    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()][1:]
+    rows = metrics(folder / "out")[1:]
     assert all(row["rollout/num_tokens"] == PROMPTS * SAMPLES * TOKENS for row in rows), "not the promised tokens"
     names = [name for name in rows[0] if name.startswith("time/")]
     return {name: round(statistics.median(row[name] for row in rows), 2) for name in names}
@@ -120,7 +108,7 @@ def trl_worker(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="runs/models/SmolLM2-135M-Instruct")
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--steps", type=int, default=4, help="steps of each, the first left out (4)")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="per rank")
@@ -133,10 +121,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         return trl_worker(args)
-    if not Path(args.model).is_dir():
-        sys.exit(f"--model {args.model} is no directory: python examples/prepare_smollm2.py {args.model}")
-    result: dict = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    result |= {key: str(getattr(args, key)) for key in ("model", "ranks", "threads", "micro", "engine", "zero_stage")}
+    check_model(args.model)
+    result = conditions(args, "model", "ranks", "threads", "micro", "engine", "zero_stage")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_prompts(folder / "prompts.jsonl", args.steps)
@@ -148,10 +134,7 @@ def main() -> None:
             result["trl"] = trl(args, folder)
     if args.only is None:
         result["trl_over_spmdrl"] = round(result["trl"]["time/step_s"] / result["spmdrl"]["time/step_s"], 2)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a") as file:
-        file.write(json.dumps(result) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, args.out)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python bench/supervised.py rm --model runs/models/SmolLM2-135M-Instruct
 
 Trains on the first --train pairs of the data and judges on the last --held_out ones; prompts of held-out pairs are in
-no training pair. Both sides' saved models are judged by the same few lines of plain transformers, before training too.
+no training pair. Both sides' saved models are judged by the same few lines of plain transformers, and so is --model where it has no new
+head.
 Seconds are those of training, without loading and judging; memory is the most that all processes hold together.
 Prints a JSON object and appends it to --out.
 """
@@ -12,15 +13,14 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
-import threading
 import time
+from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from common import MODEL, ROOT, check_model, conditions, metrics, report, run, torchrun
+
 PROGRAMS = ("rm", "sft", "dpo")
 BATCH, RATE = 16, {"rm": 2e-5, "sft": 2e-5, "dpo": 5e-6}
 
@@ -28,48 +28,14 @@ BATCH, RATE = 16, {"rm": 2e-5, "sft": 2e-5, "dpo": 5e-6}
 # ---- data -----------------------------------------------------------------------------------------------------------
 def split(path: Path, num_train: int, num_held_out: int, folder: Path) -> None:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    held_out = rows[-num_held_out:]
-    kept_apart = {row["prompt"] for row in held_out}
+    last = rows[-num_held_out:]
+    kept_apart = {row["prompt"] for row in last}
     train = [row for row in rows if row["prompt"] not in kept_apart][:num_train]
-    for name, part in (("train", train), ("held_out", held_out)):
+    for name, part in (("train", train), ("held_out", last)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
 
 
-# ---- running --------------------------------------------------------------------------------------------------------
-def run(command: list[str], threads: int) -> float:
-    """Run to the end; the most memory that its processes held together, in GB."""
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    peak, over = [0.0], threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.2):
-            peak[0] = max(peak[0], resident_gb(process.pid))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    out, _ = process.communicate()
-    over.set()
-    watcher.join()
-    if process.returncode:
-        sys.exit(f"{' '.join(command)}\nfailed:\n{out[-4000:]}")
-    return round(peak[0], 2)
-
-
-def resident_gb(session: int) -> float:
-    """Resident memory of all processes of a session; what they share is counted once for each."""
-    total = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                total += int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:
-            continue
-    return total / 1e9
-
-
+# ---- the two sides --------------------------------------------------------------------------------------------------
 def ours(args: argparse.Namespace, folder: Path) -> dict:
     keys = "--input_key prompt --output_key chosen" if args.program == "sft" else "--prompt_key prompt"
     flags = f"""
@@ -81,9 +47,9 @@ def ours(args: argparse.Namespace, folder: Path) -> dict:
     """.split()
     flags += [{"auto": "", "fp32": "--no_bf16", "bf16": "--bf16"}[args.dtype]] if args.dtype != "auto" else []
     script = [f"cli/train_{args.program}.py", *flags]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
-    memory = run([sys.executable, *(launcher if args.ranks > 1 else []), *script], args.threads // args.ranks)
-    rows = [json.loads(line) for line in (folder / "spmdrl" / "metrics.jsonl").read_text().splitlines()]
+    command = torchrun(args.ranks, *script) if args.ranks > 1 else [sys.executable, *script]
+    memory = run(command, args.threads // args.ranks)
+    rows = metrics(folder / "spmdrl")
     phases = ("time/ref_log_probs_s", "time/train_s")
     seconds = sum(row.get(phase, 0.0) for row in rows for phase in phases)
     return {"train_s": round(seconds, 1), "peak_gb": memory, "steps": len(rows)}
@@ -155,39 +121,40 @@ def wants_bf16(dtype: str) -> bool:
 # ---- judging --------------------------------------------------------------------------------------------------------
 def judged(program: str, model: str | Path, base: str, folder: Path) -> dict[str, float]:
     """What a saved model is worth on the held-out pairs, in fp32: accuracy, or the loss of a chosen token."""
-    import torch
+    if program == "rm":
+        score, pairs = scorer(model), held_out(folder)
+        scores = [[score(conversation_ids(base, *text)) for text in pair] for pair in pairs]
+        right = [chosen > rejected for chosen, rejected in scores]
+        return {"accuracy": round(sum(right) / len(right), 4)}
+    chosen = log_probs(model, base, folder, 0)
+    loss = round(-sum(total for total, _ in chosen) / sum(length for _, length in chosen), 4)
+    if program == "sft":
+        return {"loss": loss}
+    sides = zip(
+        chosen, log_probs(model, base, folder, 1), *(log_probs(base, base, folder, i) for i in (0, 1)), strict=True
+    )
+    gains = [(c[0] - ref_c[0]) - (r[0] - ref_r[0]) for c, r, ref_c, ref_r in sides]
+    return {"accuracy": round(sum(gain > 0 for gain in gains) / len(gains), 4), "loss": loss}
 
+
+def held_out(folder: Path) -> list[list[tuple[str, str]]]:
+    """Chosen and rejected of each pair, each a prompt and its response."""
     rows = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
-    with torch.no_grad():
-        if program == "rm":
-            scores = [[score(text) for text in pair] for score in [scorer(model)] for pair in texts_of(base, rows)]
-            right = [chosen > rejected for chosen, rejected in scores]
-            return {"accuracy": round(sum(right) / len(right), 4)}
-        log_probs = [[of(*text) for text in pair] for of in [scored_response(model, base)] for pair in parts_of(rows)]
-        loss = -sum(chosen[0] for chosen, _ in log_probs) / sum(chosen[1] for chosen, _ in log_probs)
-        if program == "sft":
-            return {"loss": round(loss, 4)}
-        reference = [[of(*text) for text in pair] for of in [scored_response(base, base)] for pair in parts_of(rows)]
-        gains = [(c[0] - rc[0]) - (r[0] - rr[0]) for (c, r), (rc, rr) in zip(log_probs, reference, strict=True)]
-        return {"accuracy": round(sum(gain > 0 for gain in gains) / len(gains), 4), "loss": round(loss, 4)}
-
-
-def parts_of(rows: list[dict]) -> list[list[tuple[str, str]]]:
     return [[(row["prompt"], row[side]) for side in ("chosen", "rejected")] for row in rows]
 
 
-def texts_of(base: str, rows: list[dict]) -> list[list[list[int]]]:
-    """Ids of both conversations of each pair, up to the EOS."""
+def conversation_ids(base: str, prompt: str, answer: str) -> list[int]:
+    """Up to the EOS."""
+    talk = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    text = tokenizer_of(base).apply_chat_template(talk, tokenize=False).rstrip()
+    return tokenizer_of(base)(text, add_special_tokens=False)["input_ids"]
+
+
+@cache
+def tokenizer_of(base: str):
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(base)
-
-    def ids(prompt: str, answer: str) -> list[int]:
-        talk = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        text = tokenizer.apply_chat_template(talk, tokenize=False).rstrip()
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    return [[ids(*part) for part in pair] for pair in parts_of(rows)]
+    return AutoTokenizer.from_pretrained(base)
 
 
 def scorer(model: str | Path):
@@ -195,9 +162,9 @@ def scorer(model: str | Path):
     import torch
     from transformers import AutoModelForSequenceClassification
 
-    torch.manual_seed(0)  # of a head that the checkpoint lacks
     classifier = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, dtype=torch.float32).eval()
 
+    @torch.no_grad()
     def score(ids: list[int]) -> float:
         hidden = classifier.base_model(input_ids=torch.tensor([ids])).last_hidden_state
         return float(classifier.score(hidden[0, -1]))
@@ -205,31 +172,30 @@ def scorer(model: str | Path):
     return score
 
 
-def scored_response(model: str | Path, base: str):
-    """(prompt, response) -> (sum of the response's log-probs, its number of tokens)."""
+@cache
+def log_probs(model: str | Path, base: str, folder: Path, side: int) -> list[tuple[float, int]]:
+    """Of each response of a side of the pairs: the sum of its log-probs and its number of tokens."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(base)
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-    def of(prompt: str, answer: str) -> tuple[float, int]:
-        talk = [{"role": "user", "content": prompt}]
+    tokenizer, found = tokenizer_of(base), []
+    for pair in held_out(folder):
+        ids = torch.tensor([conversation_ids(base, *pair[side])])
+        talk = [{"role": "user", "content": pair[side][0]}]
         start = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
         first = len(tokenizer(start, add_special_tokens=False)["input_ids"])
-        text = tokenizer.apply_chat_template([*talk, {"role": "assistant", "content": answer}], tokenize=False)
-        ids = torch.tensor([tokenizer(text.rstrip(), add_special_tokens=False)["input_ids"]])
-        log_probs = lm(input_ids=ids).logits[0, first - 1 : -1].log_softmax(-1)
-        picked = log_probs.gather(-1, ids[0, first:, None])
-        return float(picked.sum()), len(picked)
-
-    return of
+        with torch.no_grad():
+            logits = lm(input_ids=ids, logits_to_keep=ids.shape[1] - first + 1).logits[0, :-1]
+        picked = logits.log_softmax(-1).gather(-1, ids[0, first:, None])
+        found.append((float(picked.sum()), len(picked)))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("program", choices=PROGRAMS)
-    parser.add_argument("--model", default="runs/models/SmolLM2-135M-Instruct")
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "gsm8k_preferences.jsonl")
     parser.add_argument("--train", type=int, default=600, help="training pairs (600)")
     parser.add_argument("--held_out", type=int, default=400, help="held-out pairs (400)")
@@ -248,27 +214,23 @@ def main() -> None:
     args.rate = args.rate or RATE[args.program]
     if args.worker:
         return trl_worker(args)
-    if not Path(args.model).is_dir():
-        sys.exit(f"--model {args.model} is no directory: python examples/prepare_smollm2.py {args.model}")
+    check_model(args.model)
     if args.only != "spmdrl" and importlib.util.find_spec("trl") is None:
         sys.exit("TRL is not installed: pip install --no-deps trl, or --only spmdrl")
     named = ("program", "model", "train", "held_out", "rate", "micro", "max_len", "dtype", "ranks", "threads")
-    result: dict = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    result |= {name: str(getattr(args, name)) for name in named}
+    result = conditions(args, *named)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         split(args.data, args.train, args.held_out, folder)
-        result["before"] = judged(args.program, args.model, args.model, folder)
+        if args.program != "rm":  # whose head would be a random one
+            result["before"] = judged(args.program, args.model, args.model, folder)
         for side, train in (("spmdrl", ours), ("trl", trl)):
             if args.only in (None, side):
                 result[side] = train(args, folder)
                 result[side] |= judged(args.program, folder / side, args.model, folder)
     if args.only is None:
         result["trl_over_spmdrl"] = round(result["trl"]["train_s"] / result["spmdrl"]["train_s"], 2)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("a") as file:
-        file.write(json.dumps(result) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, args.out)
 
 
 if __name__ == "__main__":
