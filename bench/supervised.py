@@ -4,8 +4,8 @@
 
 Trains on the first --train pairs of the data and judges on the last --held_out ones; prompts of held-out pairs are in
 no training pair. Both sides' saved models are judged by the same few lines of plain transformers, for SFT and DPO the
-untrained one too. Seconds are those of training, without loading and judging; memory is the most that all processes hold together.
-Prints a JSON object and appends it to --out.
+untrained one too. Seconds are those of training, without loading and judging; memory is the most that all processes
+hold together. Prints a JSON object and appends it to --out.
 """
 
 import argparse
