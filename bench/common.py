@@ -35,7 +35,7 @@ def run(command: list[str], threads: int) -> float:
     over.set()
     watcher.join()
     if process.returncode:
-        sys.exit(f"{' '.join(command)}\nfailed:\n{out[-4000:]}")
+        sys.exit(f"{' '.join(command)}\nended with {process.returncode}:\n{out[-4000:]}")
     return round(peak[0], 2)
 
 
