@@ -3,6 +3,8 @@ import os
 import pytest
 import torch
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub, before its libraries are imported
+
 
 @pytest.fixture(scope="session")
 def process_group():

@@ -10,16 +10,17 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmdrl.config import hub
 from spmdrl.config.flags import values_of
 from spmdrl.errors import UserError
 
 if TYPE_CHECKING:
     from spmdrl.config.ppo import PPOConfig
-    from spmdrl.config.sections import RewardConfig
+    from spmdrl.config.sections import CheckpointConfig, RewardConfig
 
 GENERATION = "generation_config.json"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
@@ -36,6 +37,12 @@ def check_surroundings(config: PPOConfig, world_size: int) -> None:
             check_positions(config, model_config, f"--{flag} {name}")
     if model_config := read_model_config("pretrain", config.model.pretrain or ""):
         check_heads(config, model_config, world_size)
+
+
+def inputs_of(config: PPOConfig) -> list[tuple[str, str | None]]:
+    """(flag, name) of every checkpoint, adapters too."""
+    rewards = [("reward_pretrain", name) for name in config.reward.models]
+    return [("pretrain", config.model.pretrain), ("critic_pretrain", config.critic.critic_pretrain), *rewards]
 
 
 def models(config: PPOConfig) -> dict[str, str]:
@@ -98,8 +105,7 @@ def check_files(config: PPOConfig) -> None:
         }
     )
     check_reward_sources(config.reward, has_adapters=config.share_backbone)
-    check_save_path(config.checkpoint.save_path)
-    check_save_path(config.checkpoint.ckpt_path, "ckpt_path")
+    check_outputs(config.checkpoint, inputs_of(config))
 
 
 def check_adapters(config: PPOConfig) -> None:
@@ -138,6 +144,8 @@ def check_models(names: Mapping[str, str]) -> None:
                 raise UserError(f"--{flag} {name} is a LoRA adapter: make a whole model of it with cli/merge_lora.py")
             missing = "there is no config.json in it" if os.path.exists(name) else "no such directory"
             raise UserError(f"--{flag} {name}: {missing}")
+        if not looks_local(name):
+            hub.check_model(flag, name)
 
 
 def check_sources(specs: Mapping[str, str | None]) -> None:
@@ -148,6 +156,8 @@ def check_sources(specs: Mapping[str, str | None]) -> None:
             path = path if os.path.exists(os.path.expanduser(path)) else re.sub(r"@[^/@]*$", "", path)
             if looks_local(path) and not os.path.exists(os.path.expanduser(path)):
                 raise UserError(f"--{flag} {path}: no such file or directory")
+            if path and not looks_local(path):
+                hub.check_dataset(flag, path)
 
 
 def check_reward_file(flag: str, spec: str | None) -> None:
@@ -163,11 +173,37 @@ def check_reward_file(flag: str, spec: str | None) -> None:
         raise UserError(f"--{flag} {path}: no such file")
 
 
+def check_outputs(checkpoint: CheckpointConfig, inputs: Iterable[tuple[str, str | None]]) -> None:
+    """inputs: (flag, name) of the checkpoints that the run starts from."""
+    for flag, place in (("save_path", checkpoint.save_path), ("ckpt_path", checkpoint.ckpt_path)):
+        check_save_path(place, flag)
+        parts = ("", "ema", "critic") if flag == "save_path" else ("", "best")
+        check_apart(flag, place, [os.path.join(place, part) for part in parts], inputs)
+
+
+def check_apart(flag: str, given: str, places: Iterable[str], inputs: Iterable[tuple[str, str | None]]) -> None:
+    """Raise UserError where one of the `places` that --flag `given` writes is one of the inputs, (flag, name)."""
+    for other, name in inputs:
+        if name and any(_is_same(place, name) for place in places):
+            raise UserError(f"--{flag} {given} would overwrite --{other} {name}: give another place")
+
+
+def _is_same(place: str, other: str) -> bool:
+    """Whether two names are the same place, by whatever links they go; also one that is not there yet."""
+    place, other = os.path.expanduser(place), os.path.expanduser(other)
+    try:
+        return os.path.realpath(place) == os.path.realpath(other) or os.path.samefile(place, other)
+    except (OSError, ValueError):  # one is not there
+        return False
+
+
 def check_save_path(save_path: str, flag: str = "save_path") -> None:
     if not save_path.strip():
         raise UserError(f"--{flag} is empty: give a directory")
     path = Path(os.path.expanduser(save_path)).absolute()
-    nearest = next(p for p in (path, *path.parents) if os.path.exists(p))
+    nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if not nearest.exists():
+        raise UserError(f"--{flag} {save_path}: {nearest} is a link to {os.readlink(nearest)}, which is not there")
     if not nearest.is_dir():
         raise UserError(f"--{flag} {save_path}: {nearest} is a file")
     if not os.access(nearest, os.W_OK):
@@ -232,17 +268,12 @@ def model_positions(model_config: dict[str, Any]) -> int | None:
 
 def read_model_config(flag: str, pretrain: str) -> dict[str, Any] | None:
     """config.json of a local model, or of a hub model in the local cache; None where neither is there."""
-    path = Path(pretrain) / "config.json"
-    if not os.path.isfile(path):
-        home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
-        cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{pretrain.replace('/', '--')}"
-        main = cache / "refs" / "main"
-        path = cache / "snapshots" / (main.read_text().strip() if main.is_file() else "none") / "config.json"
-    if not os.path.isfile(path):
+    folder = Path(pretrain) if os.path.isfile(Path(pretrain) / "config.json") else hub.model_folder(pretrain)
+    if folder is None:
         return None
-    content = _read_object(path, f"--{flag} {pretrain}")
-    if (path.parent / GENERATION).is_file():  # transformers would go on without the ids of EOS that are in it
-        _read_object(path.parent / GENERATION, f"--{flag} {pretrain}")
+    content = _read_object(folder / "config.json", f"--{flag} {pretrain}")
+    if (folder / GENERATION).is_file():  # transformers would go on without the ids of EOS that are in it
+        _read_object(folder / GENERATION, f"--{flag} {pretrain}")
     inner = content.get("text_config")
     return inner if inner and isinstance(inner, dict) else content
 

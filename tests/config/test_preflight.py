@@ -96,6 +96,45 @@ def test_save_path_must_be_writable(refusal, tmp_path):
     assert refusal(save_path=file / "out") == f"--save_path {file / 'out'}: {file} is a file"
 
 
+def test_a_link_that_leads_nowhere_is_no_place_to_save(refusal, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    message = refusal(ckpt_path=tmp_path / "link" / "ckpt")
+    assert message.endswith(f"{tmp_path / 'link'} is a link to {tmp_path / 'gone'}, which is not there")
+
+
+@pytest.mark.parametrize("flag", ["save_path", "ckpt_path"])
+@pytest.mark.parametrize("other", ["pretrain", "critic_pretrain", "reward_pretrain"])
+def test_no_input_is_overwritten(refusal, validate, model_dir, tmp_path, monkeypatch, flag, other):
+    """By whatever name: as it is, relative, with a slash at its end, or through a link."""
+    inputs = tmp_path / "inputs"
+    inputs.mkdir()
+    model_dir.rename(inputs / "own")
+    for name in ("own", "other"):
+        (inputs / name).mkdir(exist_ok=True)
+        (inputs / name / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(inputs)
+    monkeypatch.chdir(tmp_path)
+    flags = {"pretrain": inputs / "own", "advantage_estimator": "gae", other: inputs / "other"}
+    for place in (inputs / "other", "inputs/other", "inputs/other/", "inputs/../inputs/other", "link/other"):
+        message = refusal(**flags, **{flag: place})
+        assert message == f"--{flag} {place} would overwrite --{other} {inputs / 'other'}: give another place"
+    validate(**flags, **{flag: inputs})  # beside it is not over it
+    validate(**flags, **{flag: inputs / "other" / "new"})
+
+
+def test_parts_of_what_is_saved_overwrite_nothing_either(refusal, model_dir, tmp_path):
+    for name in ("ema", "critic"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "config.json").write_text("{}")
+        assert "would overwrite --pretrain" in refusal(pretrain=tmp_path / "run" / name, save_path=tmp_path / "run")
+
+
+def test_a_hub_name_is_not_the_name_of_the_output_too(refusal, tmp_path, monkeypatch):
+    """Once it is made, the directory would be taken for the model."""
+    monkeypatch.chdir(tmp_path)
+    assert "would overwrite --pretrain owner/name" in refusal(pretrain="owner/name", save_path="./owner/name")
+
+
 @pytest.mark.parametrize(
     ("name", "is_local"),
     [
