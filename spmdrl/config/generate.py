@@ -258,6 +258,8 @@ def check_surroundings(config: GenerateConfig, world_size: int) -> None:
     preflight.check_sources({"dataset": config.data.dataset})
     preflight.check_reward_sources(config.reward)
     check_output(Path(str(output_path)).expanduser())
+    sources = [("dataset", source.strip()) for source in str(config.data.dataset).split(",")]
+    preflight.check_apart("output_path", str(output_path), [str(output_path)], sources)
     preflight.check_ranks(config, world_size)
     if model_config := preflight.read_model_config("pretrain", str(model)):
         check_positions(config, preflight.model_positions(model_config))
