@@ -1,11 +1,12 @@
 """The flags of cli/merge_lora.py."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from spmdrl.config.foreign import Foreign
-from spmdrl.config.preflight import check_models, check_save_path
+from spmdrl.config.preflight import check_apart, check_models, check_save_path
 from spmdrl.errors import UserError
 
 
@@ -36,3 +37,13 @@ class MergeLoraConfig:
             raise UserError(f"--lora_path {self.lora_path}: there is no adapter_config.json in it")
         check_models({"model_path": self.model_path} if self.model_path else {})
         check_save_path(str(self.output_path), "output_path")
+        inputs = [("lora_path", self.lora_path), ("model_path", self.model_path or self._base_of_adapter())]
+        check_apart("output_path", str(self.output_path), [str(self.output_path)], inputs)
+
+    def _base_of_adapter(self) -> str | None:
+        """None where its file is damaged, which is said when it is read."""
+        try:
+            content = json.loads(Path(str(self.lora_path), "adapter_config.json").read_text(encoding="utf-8"))
+            return str(content["base_model_name_or_path"])
+        except (OSError, ValueError, RecursionError, TypeError, KeyError):
+            return None

@@ -83,8 +83,7 @@ def check_surroundings(config: SupervisedConfig, world_size: int) -> None:
     models = {flag: name for flag, name in named.items() if name}
     preflight.check_models(models)
     preflight.check_sources({"dataset": config.data.dataset, "eval_dataset": config.data.eval_dataset})
-    preflight.check_save_path(config.checkpoint.save_path)
-    preflight.check_save_path(config.checkpoint.ckpt_path, "ckpt_path")
+    preflight.check_outputs(config.checkpoint, named.items())
     preflight.check_ranks(config, world_size)
     for flag, name in models.items():
         if model_config := preflight.read_model_config(flag, name):

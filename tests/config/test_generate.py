@@ -192,6 +192,9 @@ def test_what_generation_needs_is_looked_for_before_anything_loads(tmp_path, mod
     assert error(*given, "--output_path", tmp_path).endswith("is a directory: give a file in it")
     (tmp_path / "out.jsonl").write_text("")
     assert error(*given).endswith("out.jsonl is there already: remove it, or give another")
+    (tmp_path / "out.jsonl.partial").write_text("")
+    message = error(*given, "--dataset", tmp_path / "out.jsonl")
+    assert message.endswith(f"would overwrite --dataset {tmp_path / 'out.jsonl'}: give another place")
 
 
 def test_what_a_chat_needs_is_looked_for_before_anything_loads(tmp_path, model_dir):

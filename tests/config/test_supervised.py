@@ -166,4 +166,20 @@ def test_help_and_errors_of_the_scripts_come_without_heavy_imports(program, tmp_
     if program in ("sft", "kto"):
         assert error(*given[2:]).startswith("error: --output_key is missing, the column with the response")
     assert error(*given, "--dataset", "no.jsonl") == "error: --dataset no.jsonl: no such file or directory\n"
+    assert error(*given, "--dataset", __file__, "--ckpt_path", model_dir).startswith(
+        f"error: --ckpt_path {model_dir} would overwrite --pretrain {model_dir}"
+    )
     assert error(*given, "--max_len", "4096").startswith("error: --max_len 4096 is more than the 2048 positions of")
+
+
+@pytest.mark.parametrize(
+    ("program", "flag"), [("dpo", "ref_pretrain"), ("kto", "ref_pretrain"), ("kd", "teacher_model")]
+)
+def test_the_other_model_is_not_overwritten(program, flag, tmp_path, model_dir):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    shape = ["--output_key", "output"] if program == "kto" else []
+    words = [*shape, "--pretrain", model_dir, "--dataset", __file__, f"--{flag}", other, "--save_path", other]
+    with pytest.raises(UserError, match=f"--save_path {other} would overwrite --{flag} {other}"):
+        read_config(PROGRAMS[program], [*map(str, words)]).validate(1)
