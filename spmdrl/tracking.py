@@ -6,9 +6,11 @@
 import argparse
 import gc
 import importlib.util
+import itertools
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -131,20 +133,19 @@ class Tracker:
         self.sinks: list[Any] = []
         if not is_main:
             return
-        self.folder = Path(save_path).expanduser()
-        try:
+        self.folder = Path(save_path).expanduser().absolute()
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--save_path {save_path}: {error.strerror or error}") from None
-        for name in LOGS:
-            open_log(self.folder / name, resume_step)
+            for name in LOGS:
+                open_log(self.folder / name, resume_step)
         state = read_state(self.folder) if resume_step is not None else {}
         state.setdefault("run_name", config.wandb_run_name or f"{program}_{datetime.now():%m%dT%H%M%S}")
         if config.use_wandb:
             self.sinks.append(WandbSink(config, run_config, self.folder, state))
         if config.use_tensorboard:
             self.sinks.append(TensorBoardSink(Path(config.use_tensorboard) / state["run_name"], resume_step))
-        write_state(self.folder, state)
+        with self._writing():
+            write_state(self.folder, state)
         self.plotted_at = time.monotonic()
         self.can_plot = importlib.util.find_spec("matplotlib") is not None
         if not self.can_plot:
@@ -172,7 +173,8 @@ class Tracker:
             numbers |= {name: value for name, value in speeds(numbers).items() if name not in numbers}
         if not self.is_main:
             return
-        append(self.folder / METRICS, [{"step": step, **numbers}])
+        with self._writing():
+            append(self.folder / METRICS, [{"step": step, **numbers}])
         if kind == "eval" or step % self.config.logging_steps == 0 or step == self.total_steps:
             say(console_line(numbers, step, self.total_steps))
             for sink in self.sinks:
@@ -182,14 +184,16 @@ class Tracker:
 
     def log_samples(self, rows: Sequence[dict[str, Any]], step: int, name: str = SAMPLES) -> None:
         if self.is_main:
-            append(self.folder / name, [{"step": step, **row} for row in rows])
+            with self._writing():
+                append(self.folder / name, [{"step": step, **row} for row in rows])
 
     def rewind(self, step: int) -> None:
         """The run has gone back to the end of `step`: drop the rows of what came after it."""
         self.last_step = {"train": step, "eval": step}
         if self.is_main:
-            for name in LOGS:
-                open_log(self.folder / name, step)
+            with self._writing():
+                for name in LOGS:
+                    open_log(self.folder / name, step)
 
     def close(self) -> None:
         if not self.is_main:
@@ -201,26 +205,52 @@ class Tracker:
 
     def _plot(self) -> None:
         if self.can_plot:
-            plot_runs([self.folder], self.folder / PLOT)
+            with self._writing():
+                plot_runs([self.folder], self.folder / PLOT)
             gc.collect()  # a figure is a cycle of several MB, which ordinary collections leave for an hour
         self.plotted_at = time.monotonic()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A disk that refuses is one line."""
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or "there"
+            raise UserError(f"--save_path {self.folder}: cannot write {where}: {error.strerror or error}") from error
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 def open_log(path: Path, resume_step: int | None) -> None:
-    """A fresh file, an earlier run's set aside; or, when resuming, the file without what came after `resume_step`."""
+    """A fresh file, an earlier run's set aside; or, when resuming, the file without what came after `resume_step`.
+
+    A file with damaged lines is set aside too, and what is whole of it is kept.
+    """
     if not path.exists():
         return
     if resume_step is None:
         if path.stat().st_size:
-            number = next(n for n in range(1, 10**6) if not path.with_stem(f"{path.stem}.{n}").exists())
-            path.rename(path.with_stem(f"{path.stem}.{number}"))
+            path.rename(_aside(path))
         return
-    kept = [row for row in read_rows(path) if row["step"] <= resume_step]
+    rows, num_damaged = read_log(path)
     partial = path.with_name(path.name + ".partial")
     partial.write_text("", encoding="utf-8")
-    append(partial, kept)
+    append(partial, [row for row in rows if row["step"] <= resume_step])
+    if num_damaged:
+        aside = _aside(path)
+        shutil.copyfile(path, aside)
+        say(f"{damage_line(path, num_damaged)}; the file as it was is {aside}")
     partial.replace(path)
+
+
+def _aside(path: Path) -> Path:
+    """Where a file goes whose place is needed: its name with a number that is free."""
+    names = (path.with_stem(f"{path.stem}.{number}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def damage_line(path: Path, num_damaged: int) -> str:
+    return f"{path}: {num_damaged} damaged line{'s' * (num_damaged > 1)} left out"
 
 
 def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -244,9 +274,30 @@ def jsonable(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log; a last line that a killed process left unfinished is not one."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
-    return [json.loads(line) for line in lines]
+    """The rows of a log that are whole."""
+    return read_log(path)[0]
+
+
+def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a log, and how many lines are damaged; a last line that a killed process left unfinished is neither
+    a row nor damaged."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    rows = [row for line in lines if (row := _row(line)) is not None]
+    return rows, len(lines) - len(rows)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and _number(row, "step") is not None else None
+
+
+def _number(row: dict[str, Any], name: str) -> float | None:
+    """None where the row has none of that name, also where somebody has put something else in its place."""
+    value = row.get(name)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -399,11 +450,11 @@ def plot_runs(folders: Sequence[Path], out: Path) -> None:
     runs = {str(folder): read_rows(folder / METRICS) for folder in folders}
     figure = Figure(figsize=(7, 8), layout="constrained")
     FigureCanvasAgg(figure)
-    names = [name for name in PLOTTED if any(row.get(name) is not None for rows in runs.values() for row in rows)]
+    names = [name for name in PLOTTED if any(_number(row, name) is not None for rows in runs.values() for row in rows)]
     axes = figure.subplots(max(len(names), 1), 1, sharex=True, squeeze=False)[:, 0]
     for axis, name in zip(axes, names, strict=False):
         for label, rows in runs.items():
-            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+            points = [(row["step"], row[name]) for row in rows if _number(row, name) is not None]
             axis.plot([x for x, _ in points], [y for _, y in points], marker=".", label=label)
         axis.set_ylabel(PLOTTED[name])
         axis.grid(alpha=0.3)
@@ -419,13 +470,13 @@ def plot_runs(folders: Sequence[Path], out: Path) -> None:
 def summary_line(folder: Path) -> str:
     """First and last five steps of a run's reward, or of its loss, and how long it took."""
     rows = read_rows(folder / METRICS)
-    name = next((name for name in HEADLINES if any(row.get(name) is not None for row in rows)), None)
+    name = next((name for name in HEADLINES if any(_number(row, name) is not None for row in rows)), None)
     if name is None:
         return f"{folder}: no rewards in {METRICS}"
-    rows = [row for row in rows if row.get(name) is not None]
+    rows = [row for row in rows if _number(row, name) is not None]
     values = [row[name] for row in rows]
     first, last = (sum(part) / len(part) for part in (values[:5], values[-5:]))
-    minutes = sum(row.get("time/step_s") or 0.0 for row in rows) / 60
+    minutes = sum(_number(row, "time/step_s") or 0.0 for row in rows) / 60
     change = f"{HEADLINES[name]} {first:.3f} → {last:.3f} ({last - first:+.3f})"
     return f"{folder}: {len(rows)} steps in {minutes:.1f} min, {change}"
 
@@ -440,6 +491,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for folder in args.run_dir:
         if not (folder / METRICS).is_file():
             sys.exit(f"{folder} has no {METRICS}")
+        if num_damaged := read_log(folder / METRICS)[1]:
+            say(damage_line(folder / METRICS, num_damaged))
         say(summary_line(folder))
     out = args.out or (args.run_dir[0] / PLOT if len(args.run_dir) == 1 else Path("runs.png"))
     try:

@@ -102,6 +102,57 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
     assert [row["response"] for row in read_rows(tmp_path / "samples.jsonl")] == ["1", "2", "again 3", "again 4"]
 
 
+DAMAGE = {
+    "nothing": b"",
+    "cut short": b'{"step": 2, "rollout/re',
+    "zeros": bytes(50),
+    "no text": b'{"step": 2, "rollout/reward": "\xff"}',
+    "no object": b"[2]",
+    "no step": b'{"rollout/reward": 0.5}',
+    "a step that is none": b'{"step": "2", "rollout/reward": 0.5}',
+    "too deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_what_is_whole_of_a_damaged_log_is_kept(tmp_path, capsys, damage, name):
+    """The damaged file is set aside as it was, and the rest is that of a run whose log is whole."""
+    tracker = make_tracker(tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(STEP, step)
+        tracker.log_samples([{"response": str(step)}], step)
+    lines = (tmp_path / name).read_bytes().split(b"\n")
+    damaged = b"\n".join([lines[0], damage, damage, *lines[2:]])
+    (tmp_path / name).write_bytes(damaged)
+    (tmp_path / name).with_stem(f"{Path(name).stem}.1").write_text("an earlier run's\n")
+    capsys.readouterr()
+    make_tracker(tmp_path, resume_step=3).log(STEP, 4)
+    assert [row["step"] for row in read_rows(tmp_path / name)] == ([1, 3, 4] if name == "metrics.jsonl" else [1, 3])
+    aside = (tmp_path / name).with_stem(f"{Path(name).stem}.2")
+    assert aside.read_bytes() == damaged
+    said = [line for line in capsys.readouterr().out.splitlines() if "damaged" in line]
+    assert said == [f"{tmp_path / name}: 2 damaged lines left out; the file as it was is {aside}"]
+
+
+def test_a_disk_that_refuses_a_log_is_one_line(tmp_path, monkeypatch):
+    tracker = make_tracker(tmp_path)
+    full = Path("/dev/full")
+    monkeypatch.setattr("spmdrl.tracking.append", lambda path, rows: full.write_text("x"))
+    for log in (lambda: tracker.log(STEP, 1), lambda: tracker.log_samples([{"response": ""}], 1)):
+        with pytest.raises(UserError, match=f"--save_path {tmp_path}: cannot write there: No space left on device"):
+            log()
+
+
+def test_a_run_stays_where_it_began_when_a_reward_function_goes_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tracker = make_tracker(Path("run"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    tracker.log(STEP, 1)
+    assert len(metrics_of(tmp_path / "run")) == 1
+
+
 def test_a_new_run_in_the_same_folder_sets_the_old_files_aside(tmp_path):
     for reward in (0.25, 0.5, 0.75):
         make_tracker(tmp_path).log({"rollout/reward": reward}, 1)
@@ -243,6 +294,18 @@ def test_without_matplotlib_the_run_ends_well_and_says_so_once(tmp_path, monkeyp
     tracker.close()
     assert capsys.readouterr().out.count("pip install matplotlib") == 1
     assert not (tmp_path / "metrics.png").exists()
+
+
+def test_comparing_runs_goes_on_without_damaged_lines(tmp_path, capsys):
+    """Text in the place of a number, as somebody may have put there, is not drawn either."""
+    lines = ['{"step": 1, "rollout/reward": 0.25}', "{", '{"step": 2, "rollout/reward": "high", "policy/kl": "low"}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "rollout/reward": 0.75}', ""]))
+    main([str(tmp_path)])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"{tmp_path / 'metrics.jsonl'}: 1 damaged line left out"
+    assert "2 steps" in said[1]
+    assert "reward 0.500" in said[1]
+    assert (tmp_path / "metrics.png").stat().st_size > 0
 
 
 def test_comparing_a_folder_without_metrics_is_one_line(tmp_path):
