@@ -33,6 +33,8 @@ def launch_environment(environ: Mapping[str, str], local_rank_flag: int = -1) ->
     env.setdefault("RANK", "0")
     env.setdefault("WORLD_SIZE", "1")
     env.setdefault("LOCAL_RANK", _default_local_rank(environ, env["RANK"], local_rank_flag))
+    if _sees_one_gpu(environ) and is_slurm_task(environ) and env["LOCAL_RANK"] == environ.get("SLURM_LOCALID"):
+        env["LOCAL_RANK"] = "0"  # also where a batch script exports its tasks' numbers
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     rank, world_size, local_rank = (as_int(env, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if not (0 <= rank < world_size and local_rank >= 0):
@@ -74,7 +76,7 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": num_tasks,
-        "LOCAL_RANK": "0" if _sees_one_gpu(environ) else local_id,
+        "LOCAL_RANK": local_id,
         "MASTER_ADDR": first_host(nodes or "127.0.0.1"),
         "MASTER_PORT": str(port),
     }

@@ -98,7 +98,16 @@ def test_a_batch_script_that_exports_rank_and_world_size_leaves_the_local_rank_t
 
 @pytest.mark.parametrize(("visible", "local_rank"), [("3", "0"), ("0,1,2,3", "1"), ("", "1")])
 def test_a_slurm_task_with_a_gpu_of_its_own_uses_that(visible, local_rank):
-    assert launch_environment({**SRUN, "CUDA_VISIBLE_DEVICES": visible})["LOCAL_RANK"] == local_rank
+    sees = {**SRUN, "CUDA_VISIBLE_DEVICES": visible}
+    assert launch_environment(sees)["LOCAL_RANK"] == local_rank
+    for exported in ({"RANK": "5", "WORLD_SIZE": "8"}, {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}):
+        assert launch_environment({**sees, **exported, "MASTER_PORT": "12345"})["LOCAL_RANK"] == local_rank
+
+
+def test_the_ranks_of_a_torchrun_in_a_slurm_task_keep_their_local_ranks():
+    """The task of a node sees its GPUs, and is number 0 there."""
+    ranks = {**SRUN, **TORCHRUN, "SLURM_LOCALID": "0", "CUDA_VISIBLE_DEVICES": "0"}
+    assert launch_environment(ranks)["LOCAL_RANK"] == TORCHRUN["LOCAL_RANK"]
 
 
 def test_python_in_a_batch_script_is_one_rank():
