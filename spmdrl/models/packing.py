@@ -30,37 +30,96 @@ def packed(decoder: Any, sequences: Tensor, lengths: Tensor) -> Tensor:
     return hidden.new_zeros(*sequences.shape, hidden.shape[-1]).index_put((real,), hidden)
 
 
-def paired(decoder: Any, sequences: Tensor, lengths: Tensor) -> Tensor:
-    """Sequences 2n and 2n + 1 in one row, where the tokens that both begin with are computed once: first all of the
-    one, then what the other does not share, which sees the shared tokens and itself."""
-    if len(sequences) % 2:  # a micro-batch without samples
+def shared(decoder: Any, sequences: Tensor, lengths: Tensor) -> Tensor:
+    """Sequences that begin alike in one row, in which those tokens are computed once: first all of one sequence, then
+    of each other what it does not share with the first, which sees the shared tokens and itself. So the responses to
+    one prompt, and the two sides of a pair, cost their prompt once (Prefix Grouper, https://arxiv.org/abs/2506.05433).
+    A micro-batch for which attention over the longer rows would cost more than is saved goes as it is."""
+    width = decoder.config.hidden_size
+    rows = _rows(lengths.tolist(), _common_with_previous(sequences, lengths), width)
+    sizes = lengths.tolist()
+    height = -(-max((_row_length(row, sizes) for row in rows), default=0) // 8) * 8  # what masked kernels like
+    if not rows or len(rows) * _cost(height, width) >= len(sequences) * _cost(
+        sequences.shape[1], width, is_causal=True
+    ):
         return padded(decoder, sequences, lengths)
-    (a, b), (len_a, len_b) = (sequences[0::2], sequences[1::2]), (lengths[0::2, None], lengths[1::2, None])
-    place = torch.arange(sequences.shape[1], device=sequences.device)
-    shared = ((a == b) & (place < torch.minimum(len_a, len_b))).cumprod(1).sum(1, keepdim=True)
-    at = torch.arange(int((len_a + len_b - shared).max()), device=sequences.device)
-    in_a = at < len_a  # (N, T)
-    positions = torch.where(in_a, at, at - len_a + shared).clamp(max=sequences.shape[1] - 1)
-    ids = torch.where(in_a, a.gather(1, positions), b.gather(1, positions))
-    is_seen = (at[:, None] >= at) & ((at < shared)[:, None] | (in_a[:, :, None] == in_a[:, None]))  # (N, T, T)
+    place = torch.zeros(sequences.shape, dtype=torch.int64)  # of each token in its row
+    token = torch.zeros(4, len(rows), height, dtype=torch.int64)  # sequence, position, which of the row's, shared
+    token[2] = -1
+    row_of = torch.zeros(len(sequences), dtype=torch.int64)
+    for number, row in enumerate(rows):
+        at = 0
+        for member, (index, common) in enumerate(row):
+            end, positions = at + sizes[index] - common, torch.arange(sequences.shape[1])
+            token[:, number, at:end] = torch.tensor([index, 0, member, common])[:, None]
+            token[1, number, at:end] = positions[common : sizes[index]]
+            place[index] = torch.where(positions < common, positions, positions - common + at)
+            row_of[index], at = number, end
+    place, row_of = place.clamp_(max=height - 1).to(sequences.device), row_of.to(sequences.device)
+    index, positions, member, common = token.to(sequences.device)
+    is_own = member[:, :, None] == member[:, None]
+    is_shared = (member[:, None] == 0) & (positions[:, None] < common[:, :, None])
+    is_seen = (is_own | is_shared).tril()  # (R, T, T), queries by keys
     dtype = next(decoder.parameters()).dtype
     mask = torch.zeros(is_seen.shape, dtype=dtype, device=sequences.device)
     mask = mask.masked_fill_(~is_seen, torch.finfo(dtype).min)[:, None]
-    output = decoder(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
-    hidden = output.last_hidden_state
-    place_of_b = torch.where(place < shared, place, place - shared + len_a).clamp(max=len(at) - 1)
-    places = torch.stack([place.clamp(max=len(at) - 1).expand_as(place_of_b), place_of_b], 1).flatten(0, 1)
-    rows = torch.arange(len(sequences), device=sequences.device)[:, None] // 2
-    return hidden[rows, places]
+    output = decoder(
+        input_ids=sequences[index, positions], position_ids=positions, attention_mask=mask, use_cache=False
+    )
+    return output.last_hidden_state[row_of[:, None], place]
 
 
-def layout_for_pairs(model: Any) -> Layout:
-    """`paired` for models whose layers all attend to everything before, with a kernel that takes masks."""
+Row = list[tuple[int, int]]  # of each sequence: its index, and how many of its first tokens are the first sequence's
+
+
+def _rows(lengths: list[int], common: list[int], width: int) -> list[Row]:
+    """Neighbours share a row where that saves more than the longer row's attention costs."""
+    rows: list[Row] = []
+    length = shared_by_all = 0
+    for index, size in enumerate(lengths):
+        shared_by_all = min(shared_by_all, common[index])
+        longer = length + size - shared_by_all
+        apart = _cost(length, width) + _cost(size, width, is_causal=True)
+        if rows and shared_by_all and _cost(longer, width) < apart:
+            rows[-1].append((index, shared_by_all))
+            length = longer
+        else:
+            rows.append([(index, 0)])
+            length = shared_by_all = size
+    return rows
+
+
+def _row_length(row: Row, lengths: list[int]) -> int:
+    return sum(lengths[index] - common for index, common in row)
+
+
+def _common_with_previous(sequences: Tensor, lengths: Tensor) -> list[int]:
+    """How many tokens each sequence begins with that the one before it begins with too; 0 for the first."""
+    place = torch.arange(sequences.shape[1], device=sequences.device)
+    is_real = place < torch.minimum(lengths[1:], lengths[:-1])[:, None]
+    is_same = (sequences[1:] == sequences[:-1]) & is_real
+    return [0, *is_same.cumprod(1).sum(1).tolist()]
+
+
+def _cost(length: int, width: int, *, is_causal: bool = False) -> int:
+    """Of one row in a layer, in units of 2 width FLOPs: about 12 width**2 weights, and attention, of which a causal
+    kernel computes half; with a mask it does all, at half the speed."""
+    return length * (12 * width + (1 if is_causal else 4) * length)
+
+
+def layout_for(model: Any) -> Layout:
+    """`shared` for models whose layers all attend to everything before, with a kernel that takes masks."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     takes_masks = model.config._attn_implementation in ("sdpa", "eager")
-    return paired if takes_masks and kinds == {"full_attention"} and not has_window else padded
+    return shared if takes_masks and kinds == {"full_attention"} and not has_window else padded
+
+
+def shares_prompts(model: Any) -> bool:
+    """Whether `model`, an Actor or ValueModel or an engine around one, goes faster with responses to one prompt in one
+    micro-batch."""
+    return getattr(model, "layout", None) is shared
 
 
 def last_action_lengths(action_mask: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from spmdrl.config import LoadConfig
 from spmdrl.errors import UserError
 from spmdrl.models.loading import load_whole, loading_options, read_hf_config, reading
-from spmdrl.models.packing import Layout, padded
+from spmdrl.models.packing import Layout, last_action_lengths, padded
 
 # What the heads of transformers, OpenRLHF, and TRL or DeepSpeed-Chat are called in their checkpoints.
 HEAD_NAMES = ("score", "value_head", "v_head")
@@ -38,13 +38,14 @@ class ValueModel(nn.Module):
     """A Hugging Face sequence classifier with one label, whose head scores every step instead of the last token.
 
     Sequences are right-padded and attention is causal, so no attention mask is passed and the pad token's id is
-    irrelevant, as in Actor.
+    irrelevant, as in Actor. `layout`: how sequences go through the backbone.
     """
 
-    def __init__(self, model: Any, *, has_new_head: bool = False):
+    def __init__(self, model: Any, *, has_new_head: bool = False, layout: Layout = padded):
         super().__init__()
         self.model = model
         self.has_new_head = has_new_head
+        self.layout = layout
 
     def forward(self, sequences: Tensor, action_mask: Tensor) -> Tensor:
         """Values (B, A) fp32, 0 off the mask. That of step t is of the state before token t + 1 is sampled, so it is
@@ -52,7 +53,7 @@ class ValueModel(nn.Module):
 
         sequences: (B, S) int64, right-padded. action_mask: (B, A) bool with A = S - 1.
         """
-        hidden = self.model.base_model(input_ids=sequences, use_cache=False).last_hidden_state
+        hidden = self.layout(self.model.base_model, sequences, last_action_lengths(action_mask))
         picked = getattr(self.model, HF_HEAD)(hidden[:, :-1][action_mask])[:, 0]
         return picked.new_zeros(action_mask.shape).masked_scatter(action_mask, picked)
 

@@ -21,7 +21,8 @@ from spmdrl.models.actor import Actor
 from spmdrl.models.backbone import Backbone
 from spmdrl.models.loading import checkpoint_weight_names, load_causal_lm
 from spmdrl.models.lora import WithoutLora, add_lora, quantization
-from spmdrl.models.tokenizer import load_tokenizer
+from spmdrl.models.packing import layout_for
+from spmdrl.models.tokenizer import check_same_ids, load_tokenizer
 from spmdrl.models.value_head import RewardModel, ValueModel, load_reward_model, load_value_model
 from spmdrl.rewards.combined import source_names
 from spmdrl.rewards.model import ModelReward, make_encoder, score_sequences
@@ -52,7 +53,7 @@ def build_actor(config: PPOConfig, strategy: Strategy, counts: BatchSizes, backb
     add_lora(model, config.lora, seed=config.seed)
     enable_checkpointing(model, config.model)
     return strategy.trainable(
-        Actor(model, temperature=config.rollout.temperature),
+        Actor(model, temperature=config.rollout.temperature, layout=layout_for(model)),
         learning_rate=config.optim.actor_learning_rate,
         total_steps=counts.actor_optimizer_steps,
         warmup_steps=counts.warmup_steps,
@@ -65,10 +66,10 @@ def build_ref_model(config: PPOConfig, strategy: Strategy, actor: Any) -> Any:
         return None
     if config.lora.lora_rank:
         return WithoutLora(actor)
-    strategy = strategy.for_stage(config.deepspeed.ref_reward_zero_stage)
-    with strategy.loading():
+    strategy = strategy.for_role(zero_stage=config.deepspeed.ref_reward_zero_stage)
+    with strategy.loading(frozen=True):
         model = load_causal_lm(config.model, dtype=strategy.dtype)
-    return strategy.frozen(Actor(model, temperature=config.rollout.temperature))
+    return strategy.frozen(Actor(model, temperature=config.rollout.temperature, layout=layout_for(model)))
 
 
 class Given(NamedTuple):
@@ -102,13 +103,13 @@ def _build_reward_model(
     value_head_prefix: str,
     backbone: Backbone | None,
 ) -> ModelReward:
-    flag, strategy = "--reward_pretrain", strategy.for_stage(config.deepspeed.ref_reward_zero_stage)
+    flag, strategy = "--reward_pretrain", strategy.for_role(zero_stage=config.deepspeed.ref_reward_zero_stage)
     own = load_tokenizer(replace(config.model, pretrain=name, tokenizer_chat_template=None), flag=flag)
     encode, how = make_encoder(tokenizer, own, apply_chat_template=config.data.apply_chat_template)
     if backbone is not None:
         model = RewardModel(backbone.load_classifier(name, source=f"{flag} {name}"))
     else:
-        with strategy.loading():
+        with strategy.loading(frozen=True):
             model = load_reward_model(
                 name, config.model, flag=flag, value_head_prefix=value_head_prefix, dtype=strategy.dtype
             )
@@ -122,6 +123,7 @@ def _build_reward_model(
     normalization = model.normalization if config.reward.normalize_reward else None
     where = f"reward model {name}"
     comm.say(f"{where}: {how}{_describe_normalization(normalization, config.reward)}")
+    model.layout = layout_for(model.model)
     engine = strategy.frozen(model)
 
     def score(sequences: Sequence[Tensor]) -> Tensor:
@@ -155,15 +157,17 @@ def build_critic(
     start: Given,
     backbone: Backbone | None,
     *,
-    num_tokens: int,
+    tokenizer: Any,
 ) -> Any:
-    """The critic for the `num_tokens` ids of the tokenizer, from `start`; None for an estimator that needs none."""
+    """The critic for the ids of `tokenizer`, from `start`; None for an estimator that needs none."""
     if not config.needs_critic:
         return None
-    (flag, name), strategy = start, strategy.for_stage(config.deepspeed.critic_zero_stage)
+    (flag, name), own = start, config.deepspeed
+    strategy = strategy.for_role(zero_stage=own.critic_zero_stage, adam_offload=own.critic_adam_offload)
     comm.say(f"critic: starts from {flag} {name}")
+    check_same_ids(tokenizer, config.model, name, flag)
     critic = _load_critic(config, strategy, start) if backbone is None else _share_critic(config, backbone, start)
-    vocab_size = critic.model.config.get_text_config().vocab_size
+    vocab_size, num_tokens = critic.model.config.get_text_config().vocab_size, len(tokenizer)
     if vocab_size < num_tokens:
         raise UserError(
             f"{flag} {name} knows {vocab_size} tokens, the tokenizer of --pretrain {num_tokens}: take a critic of the "
@@ -172,6 +176,7 @@ def build_critic(
     if critic.has_new_head:
         comm.say(f"critic: {name} has no value head, a new one is initialised")
     enable_checkpointing(critic.model, config.model)
+    critic.layout = layout_for(critic.model)
     return strategy.trainable(
         critic,
         learning_rate=config.critic.critic_learning_rate,

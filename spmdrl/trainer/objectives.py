@@ -19,7 +19,7 @@ from spmdrl.experience import Experience, Sample
 from spmdrl.models.actor import Actor
 from spmdrl.models.loading import load_causal_lm
 from spmdrl.models.lora import add_lora, quantization
-from spmdrl.models.packing import Layout, layout_for_pairs, packed, padded
+from spmdrl.models.packing import Layout, layout_for, packed, padded
 from spmdrl.trainer.build import enable_checkpointing
 from spmdrl.trainer.update import LossPart, Metrics
 
@@ -32,7 +32,7 @@ class Setting:
 
     strategy: Strategy
     sets: Sequence[SupervisedSet]
-    num_tokens: int  # ids of the tokenizer
+    tokenizer: Any
     phase: Phase
 
 
@@ -102,7 +102,7 @@ def load_policy(
     strategy = setting.strategy
     with strategy.loading():
         model = load_causal_lm(config.model, dtype=strategy.dtype, **quantization(config.lora, strategy.dtype))
-    check_vocabulary(model, setting.num_tokens, f"--pretrain {config.model.pretrain}")
+    check_vocabulary(model, setting, f"--pretrain {config.model.pretrain}")
     add_lora(model, config.lora, seed=config.seed)
     enable_checkpointing(model, config.model)
     return wrap(model, layout=layout_of(config, model, are_pairs=are_pairs))
@@ -112,12 +112,12 @@ def layout_of(config: SupervisedConfig, model: Any, *, are_pairs: bool) -> Layou
     """How micro-batches go through `model`. The two sides of a pair share their prompt where the model allows it."""
     if config.data.packing_samples:
         return packed
-    return layout_for_pairs(model) if are_pairs else padded
+    return layout_for(model) if are_pairs else padded
 
 
-def check_vocabulary(model: Any, num_tokens: int, source: str) -> None:
+def check_vocabulary(model: Any, setting: Setting, source: str) -> None:
     """Every id of the tokenizer needs an embedding."""
-    vocab_size = model.config.get_text_config().vocab_size
+    vocab_size, num_tokens = model.config.get_text_config().vocab_size, len(setting.tokenizer)
     if vocab_size < num_tokens:
         raise UserError(f"{source} knows {vocab_size} tokens, the tokenizer of --pretrain {num_tokens}")
 

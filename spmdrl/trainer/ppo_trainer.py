@@ -25,6 +25,7 @@ from spmdrl.distributed.weight_sync import iter_weights
 from spmdrl.errors import UserError
 from spmdrl.experience import Experience, Sample, collate, scatter
 from spmdrl.models.loading import eos_token_ids
+from spmdrl.models.packing import shares_prompts
 from spmdrl.models.tokenizer import load_tokenizer
 from spmdrl.quiet import quiet_libraries
 from spmdrl.rewards.combined import combine, load_rewards
@@ -51,7 +52,7 @@ from spmdrl.trainer.policy_update import PolicyUpdate
 from spmdrl.trainer.ptx import PtxLoss
 from spmdrl.trainer.rewarding import Rewarder, split_ending
 from spmdrl.trainer.run_state import batch_state, restored_batch
-from spmdrl.trainer.saving import Saver
+from spmdrl.trainer.saving import Saver, fit
 from spmdrl.trainer.scoring import log_probs_of, score_samples
 from spmdrl.trainer.update import TrainBatch, train_on
 from spmdrl.trainer.value_update import ValueUpdate, value_metrics
@@ -66,6 +67,7 @@ class PPOTrainer:
 
     def __init__(self, config: PPOConfig):
         self.config = config
+        self.save_path = Path(config.checkpoint.save_path).expanduser().absolute()  # whatever directory it is later
         seed_everything(config.seed, config.full_determinism)
         self.tokenizer = load_tokenizer(config.model)
         self.prompts = load_prompts(config.data, self.tokenizer, seed=config.seed)
@@ -88,7 +90,7 @@ class PPOTrainer:
         for source in rewards.values():
             source.check_columns(list(self.prompts[0].columns))
         description = describe(config, prompt_data=self.prompts, pretrain_data=self.texts)
-        self.saver = Saver(self, config.checkpoint, description)
+        self.saver = Saver(self, config.checkpoint, description, keeps_best=self.eval_prompts is not None)
         self.tracker = Tracker(
             config.tracking,
             save_path=config.checkpoint.save_path,
@@ -112,8 +114,7 @@ class PPOTrainer:
         self.reward_fn = combine({**reward_models, **rewards}, config.reward.reward_weights)
         critic = critic_checkpoint(config, reward_models)
         self.critic_name = critic.name if backbone is None else str(config.model.pretrain)
-        num_tokens = len(self.tokenizer)
-        self.critic = build_critic(config, self.strategy, self.sizes, critic, backbone, num_tokens=num_tokens)
+        self.critic = build_critic(config, self.strategy, self.sizes, critic, backbone, tokenizer=self.tokenizer)
         self.ref_model = build_ref_model(config, self.strategy, self.actor)
         self.average = WeightAverage(self.actor, ema_beta=config.optim.ema_beta) if config.optim.enable_ema else None
         self._build_algorithm()
@@ -123,7 +124,7 @@ class PPOTrainer:
         self.batch: TrainBatch | None = None  # under training
         self.saver.restore()
         if comm.is_main():
-            save_config(config, Path(config.checkpoint.save_path, "config.yaml").expanduser())
+            save_config(config, self.save_path / "config.yaml")
 
     def _build_algorithm(self) -> None:
         config, algo = self.config, self.config.algo
@@ -205,6 +206,7 @@ class PPOTrainer:
         self.saver.finish()
         self.save()
         self.tracker.close()
+        self.saver.finish_run(self.save_path)
 
     def rollout(self, step: int, batches: Iterator[list[int]]) -> list[Sample]:
         """This rank's samples of one step, with rewards. With dynamic filtering, draws until the batch is full."""
@@ -354,7 +356,7 @@ class PPOTrainer:
 
     def save(self) -> None:
         with self.phase("save"):
-            self.export(Path(self.config.checkpoint.save_path).expanduser(), "--save_path")
+            self.export(self.save_path, "--save_path")
 
     def export(self, folder: Path, flag: str) -> None:
         """The trained model, with --enable_ema its average and with --save_value_network the critic."""
@@ -459,7 +461,8 @@ class PPOTrainer:
     def _score(self, model: Any, samples: list[Sample], name: str) -> None:
         size = self.config.rollout.micro_rollout_batch_size
         with self.phase(name, len(samples)) as progress:
-            score_samples(model, samples, name, micro_batch_size=size, progress=progress)
+            by_prompt = shares_prompts(self.actor)
+            score_samples(model, samples, name, micro_batch_size=size, by_prompt=by_prompt, progress=progress)
 
     def response_text(self, sample: Sample) -> str:
         """What reward functions see of a response: its text with special tokens, without the EOS that ended it."""
@@ -496,6 +499,6 @@ def main(config: PPOConfig) -> None:
 
     def program() -> None:
         quiet_libraries(is_main=comm.is_main())
-        PPOTrainer(config).fit()
+        fit(lambda: PPOTrainer(config))
 
     guard.run(program, config.deepspeed.local_rank, config.stopping)

@@ -18,6 +18,7 @@ from spmdrl.data.batching import in_groups, plan_micro_batches
 from spmdrl.distributed import comm, preemption
 from spmdrl.distributed.strategy import Strategy
 from spmdrl.experience import Experience, Sample, collate
+from spmdrl.models.packing import shares_prompts
 from spmdrl.trainer.anomalies import Guardrails
 
 # Metrics are detached scalars named by how they add up: "sum/..." over tokens, to be divided by the number of tokens
@@ -44,15 +45,23 @@ class LossPart:
             max_tokens=max_tokens,
         )
 
-    def micro_batches(self, size: int) -> Iterator[Experience]:
-        """This rank's, of at most `size` groups each, on the device; as many on every rank."""
+    def micro_batches(self, size: int, *, by_prompt: bool = False) -> Iterator[Experience]:
+        """This rank's, of at most `size` groups each, on the device; as many on every rank. by_prompt: responses to
+        one prompt stay together."""
         groups = in_groups(self.samples, self.group_size)
-        lengths = [max(s.num_tokens for s in group) for group in groups]
-        plan = plan_micro_batches(lengths, num_ranks=comm.world_size(), micro_batch_size=size)
-        for batch in plan[comm.rank()]:
+        for batch in plan_groups(groups, num_ranks=comm.world_size(), size=size, by_prompt=by_prompt)[comm.rank()]:
             preemption.safe_point()
             samples = [sample for i in batch for sample in groups[i]]
             yield collate(samples, like=self.samples[0]).to(comm.device())
+
+
+def plan_groups(
+    groups: Sequence[Sequence[Sample]], *, num_ranks: int, size: int, by_prompt: bool
+) -> list[list[list[int]]]:
+    """`plan_micro_batches` for groups of samples that share a micro-batch, `size` of them in each."""
+    lengths = [max(s.num_tokens for s in group) for group in groups]
+    prompts = [group[0].group_id for group in groups] if by_prompt else None
+    return plan_micro_batches(lengths, num_ranks=num_ranks, micro_batch_size=size, groups=prompts)
 
 
 def optimizer_step(
@@ -75,7 +84,7 @@ def optimizer_step(
     with strategy.training(engine):
         for part in parts:
             counts = part.counts(max_tokens)
-            for exp in part.micro_batches(micro_batch_size):
+            for exp in part.micro_batches(micro_batch_size, by_prompt=shares_prompts(engine)):
                 loss, metrics = part.loss(engine, exp, counts)
                 strategy.backward(engine, loss)
                 add_metrics(totals, metrics | {"": loss.detach()})
