@@ -161,6 +161,9 @@ def check_estimator(config: PPOConfig) -> None:
         )
 
 
+CRITIC_FLAGS = ("lambd", "critic_zero_stage", "critic_adam_offload")  # of other sections
+
+
 def check_critic(config: PPOConfig) -> None:
     """Flags of the critic are refused where there is none."""
     if config.needs_critic:
@@ -169,7 +172,7 @@ def check_critic(config: PPOConfig) -> None:
     for name, flag in flags_of(type(config)).items():
         if name == "value_head_prefix" and config.reward.models:
             continue  # a reward model has one too
-        if (flag.section == "critic" or name in ("lambd", "critic_zero_stage")) and values[name] != flag.default:
+        if (flag.section == "critic" or name in CRITIC_FLAGS) and values[name] != flag.default:
             raise UserError(
                 f"--{name} is for a critic, and --advantage_estimator {config.algo.advantage_estimator} has none: "
                 f"drop it, or take --advantage_estimator gae"
@@ -304,8 +307,12 @@ def check_share_backbone(config: PPOConfig) -> None:
 
 def check_role_stages(config: PPOConfig) -> None:
     deepspeed = config.deepspeed
-    if deepspeed.adam_offload and deepspeed.critic_zero_stage == 0:
-        raise UserError("--adam_offload needs --critic_zero_stage 1, 2 or 3, got 0")
+    stage, offload = (
+        name if getattr(deepspeed, name) is not None else name.removeprefix("critic_")
+        for name in ("critic_zero_stage", "critic_adam_offload")
+    )
+    if getattr(deepspeed, offload) and getattr(deepspeed, stage) == 0:
+        raise UserError(f"--{offload} needs --{stage} 1, 2 or 3, got 0")
     if config.lora.load_in_4bit and deepspeed.critic_zero_stage == 3:
         raise UserError("--load_in_4bit with --critic_zero_stage 3: packed weights are not sharded; take 2")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from spmdrl.config import checks, preflight
 from spmdrl.config.flags import flags_of, values_of
@@ -171,22 +171,14 @@ class GenerateConfig:
 
     @property
     def prompts(self) -> PromptDataConfig:
-        data = self.data
-        return PromptDataConfig(
-            input_key=data.input_key,
-            label_key=data.label_key,
-            input_template=data.input_template,
-            apply_chat_template=data.apply_chat_template,
-            prompt_max_len=data.prompt_max_len,
-        )
+        return PromptDataConfig(**_shared(PromptDataConfig, self.data))
 
     @property
     def rollout(self) -> RolloutConfig:
         sampling = self.sampling
-        shared = flags_of(RolloutConfig).keys() & flags_of(SamplingConfig).keys()
-        values = {name: getattr(sampling, name) for name in shared}
         temperature = 0.0 if sampling.greedy_sampling else sampling.temperature
-        return RolloutConfig(**values | {"generate_max_len": sampling.max_new_tokens, "temperature": temperature})
+        own = {"generate_max_len": sampling.max_new_tokens, "temperature": temperature}
+        return RolloutConfig(**_shared(RolloutConfig, sampling) | own)
 
     @property
     def deepspeed(self) -> DeepSpeedConfig:
@@ -206,6 +198,11 @@ class GenerateConfig:
             return (*keys, *(f"{key}_{output.reward_key}" for key in keys))
         reward = (output.reward_key,) if self.reward.num_sources else ()
         return (output.output_key, *reward, f"{output.output_key}_finish_reason")
+
+
+def _shared(cls: type, section: Any) -> dict[str, Any]:
+    """The values of `section` that `cls` has flags of the same name for."""
+    return {name: value for name, value in values_of(section).items() if name in flags_of(cls)}
 
 
 def check_sampling(sampling: SamplingConfig) -> None:

@@ -14,8 +14,8 @@ HARMLESS = {
     *("save_steps", "save_hf_ckpt", "disable_ds_ckpt", "ckpt_path", "max_ckpt_num", "max_ckpt_mem"),
     *("eval_steps", "eval_on_start", *EVALUATION),
     # where tensors lie and how work is cut up
-    *("zero_stage", "critic_zero_stage", "ref_reward_zero_stage", "adam_offload", "zpg", "overlap_comm"),
-    *("ref_reward_offload", "teacher_offload"),
+    *("zero_stage", "critic_zero_stage", "ref_reward_zero_stage", "zpg", "overlap_comm"),
+    *("adam_offload", "critic_adam_offload", "ref_reward_offload", "teacher_offload"),
     *("micro_train_batch_size", "micro_rollout_batch_size", "sync_bucket_mb", "packing_samples"),
     *("gradient_checkpointing", "gradient_checkpointing_use_reentrant", "attention", "full_determinism"),
     *("vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_kv_cache_gb", "vllm_enable_sleep"),

@@ -56,7 +56,7 @@ class LoraConfig:
     target_modules: tuple[str, ...] = ("all-linear",)
     """Names of the linear layers that get matrices, such as q_proj v_proj; all-linear is all but the head."""
     load_in_4bit: bool = False
-    """Keep the frozen weights in 4 bits (QLoRA); needs a GPU and bitsandbytes."""
+    """Keep the frozen weights of what is trained in 4 bits (QLoRA); needs a GPU and bitsandbytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +349,8 @@ class DeepSpeedConfig(ZeroConfig):
 
     critic_zero_stage: int | None = None
     """ZeRO stage of the critic; left out: --zero_stage."""
+    critic_adam_offload: bool | None = None
+    """--adam_offload of the critic; left out: as --adam_offload says."""
     ref_reward_zero_stage: int | None = None
     """ZeRO stage of reference and reward models: with 3 each rank holds a share, else all; left out: --zero_stage."""
     ref_reward_offload: bool = False

@@ -204,6 +204,11 @@ class SupervisedConfig:
         """Checkpoints besides --pretrain, by flag."""
         return {}
 
+    @property
+    def offloads_frozen_models(self) -> bool:
+        """Whether models that are not trained rest in host memory."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(SupervisedConfig):
@@ -285,3 +290,7 @@ class KDConfig(SupervisedConfig):
     @property
     def other_models(self) -> dict[str, str | None]:
         return {"teacher_model": self.distillation.teacher_model}
+
+    @property
+    def offloads_frozen_models(self) -> bool:
+        return self.distillation.teacher_offload

@@ -26,20 +26,21 @@ class Strategy:
     def __init__(self, config: DeepSpeedConfig, optim: OptimizerConfig, *, dtype: torch.dtype):
         self.config, self.optim, self.dtype = config, optim, dtype
 
-    def for_stage(self, zero_stage: int | None) -> "Strategy":
-        """For a role with a ZeRO stage of its own; None is the run's."""
-        if zero_stage is None:
-            return self
-        return Strategy(replace(self.config, zero_stage=zero_stage), self.optim, dtype=self.dtype)
+    def for_role(self, *, zero_stage: int | None, adam_offload: bool | None = None) -> "Strategy":
+        """For a role with settings of its own; None is the run's."""
+        own = {"zero_stage": zero_stage, "adam_offload": adam_offload}
+        config = replace(self.config, **{name: value for name, value in own.items() if value is not None})
+        return Strategy(config, self.optim, dtype=self.dtype)
 
     # ---- construction -------------------------------------------------------------------------------------------
-    def loading(self) -> Any:
-        """Context in which `from_pretrained` shards weights as it reads them, under ZeRO-3."""
+    def loading(self, *, frozen: bool = False) -> Any:
+        """Context in which `from_pretrained` shards weights as it reads them, under ZeRO-3, to where they are to rest:
+        those of a `frozen` model may do so in host memory."""
         if self.config.zero_stage < 3:
             return nullcontext()
         from transformers.integrations import HfDeepSpeedConfig
 
-        return _alive(HfDeepSpeedConfig(self._ds_config(trainable=False)))
+        return _alive(HfDeepSpeedConfig(self._ds_config(trainable=not frozen)))
 
     def trainable(self, model: nn.Module, *, learning_rate: float, total_steps: int, warmup_steps: int = 0) -> Any:
         """A DeepSpeed engine that trains `model` over `total_steps` optimizer steps."""

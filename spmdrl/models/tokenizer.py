@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spmdrl.config import LoadConfig
 
 logger = logging.getLogger(__name__)
+TOKENIZER_FILES = ("*tokenizer*", "*vocab*", "*.model")
 
 
 def load_tokenizer(config: "LoadConfig", flag: str = "--pretrain") -> Any:
@@ -43,6 +44,8 @@ def load_tokenizer(config: "LoadConfig", flag: str = "--pretrain") -> Any:
 def _load_failure(flag: str, pretrain: str, error: Exception) -> str:
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if Path(pretrain).is_dir():
+        if not any(file for pattern in TOKENIZER_FILES for file in Path(pretrain).glob(pattern)):
+            reason = "there are none: copy those that the model was trained with"
         return f"{flag} {pretrain}: the tokenizer files there do not load ({reason})"
     return f"{flag} {pretrain} is neither a directory here nor a hub model that could be fetched ({reason})"
 
@@ -54,6 +57,23 @@ def _ensure_pad_token(tokenizer: Any, flag: str, pretrain: str) -> None:
         raise UserError(f"{flag} {pretrain}: the tokenizer has neither a pad nor an eos token; set one in its files")
     tokenizer.pad_token = tokenizer.eos_token
     logger.warning("The tokenizer of %s has no pad token: padding with eos (%s)", pretrain, tokenizer.eos_token)
+
+
+def check_same_ids(tokenizer: Any, config: "LoadConfig", name: str, flag: str) -> None:
+    """Raise UserError where the model `name`, of `flag`, has other ids for the tokens of `tokenizer`, which is that of
+    `config.pretrain`: read by ids, every text would be another one to it. Embeddings beyond a tokenizer do not count;
+    without a tokenizer nothing tells, so it is refused too."""
+    if name == config.pretrain:
+        return
+    own = load_tokenizer(replace(config, pretrain=name, tokenizer_chat_template=None), flag=flag).get_vocab()
+    ids = tokenizer.get_vocab()
+    others = sorted(token for token in ids.keys() | own.keys() if ids.get(token) != own.get(token))
+    if others:
+        token = min(others, key=lambda token: ids.get(token, own.get(token)))
+        raise UserError(
+            f"{flag} {name} has other token ids than --pretrain {config.pretrain}, whose ids it would read: {token!r} "
+            f"is {own.get(token, 'none')} there and {ids.get(token, 'none')} here, {len(others)} differ in all"
+        )
 
 
 def pad_token_apart_from(tokenizer: Any, end_ids: Sequence[int]) -> int | None:

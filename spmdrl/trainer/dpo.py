@@ -18,6 +18,8 @@ from spmdrl.distributed import comm
 from spmdrl.experience import Experience, Sample
 from spmdrl.models.actor import Actor
 from spmdrl.models.loading import load_causal_lm
+from spmdrl.models.lora import quantization
+from spmdrl.models.tokenizer import check_same_ids
 from spmdrl.trainer.objectives import (
     Setting,
     check_vocabulary,
@@ -101,9 +103,15 @@ def add_reference_log_probs(
     """
     flag, name = ("--ref_pretrain", ref_pretrain) if ref_pretrain else ("--pretrain", config.model.pretrain)
     strategy = setting.strategy
-    with strategy.loading():
-        model = load_causal_lm(replace(config.model, pretrain=name), dtype=strategy.dtype, flag=flag)
-    check_vocabulary(model, setting.num_tokens, f"{flag} {name}")
+    check_same_ids(setting.tokenizer, config.model, str(name), flag)
+    with strategy.loading(frozen=True):
+        model = load_causal_lm(
+            replace(config.model, pretrain=name),
+            dtype=strategy.dtype,
+            flag=flag,
+            **quantization(config.lora, strategy.dtype),  # as the policy's, which would differ from it by rounding
+        )
+    check_vocabulary(model, setting, f"{flag} {name}")
     reference = strategy.frozen(Actor(model, layout=layout_of(config, model, are_pairs=are_pairs)))
     size, group_size = config.optim.micro_train_batch_size, 2 if are_pairs else 1
     with strategy.on_device(reference):

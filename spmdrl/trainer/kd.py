@@ -14,6 +14,7 @@ from spmdrl.data.supervised import RowRenderer, SupervisedSet, TextRows
 from spmdrl.experience import Experience, Sample
 from spmdrl.models.distillation import Student, Teacher
 from spmdrl.models.loading import load_causal_lm
+from spmdrl.models.tokenizer import check_same_ids
 from spmdrl.trainer.objectives import Setting, check_vocabulary, layout_of, load_policy
 from spmdrl.trainer.update import LossPart, Metrics
 
@@ -34,11 +35,11 @@ class Distillation:
         return TextRows(self.config.data, shape)
 
     def prepare(self, setting: Setting) -> None:
-        strategy, name = setting.strategy, self.config.distillation.teacher_model
-        with strategy.loading():
-            flag = "--teacher_model"
+        strategy, name, flag = setting.strategy, str(self.config.distillation.teacher_model), "--teacher_model"
+        check_same_ids(setting.tokenizer, self.config.model, name, flag)
+        with strategy.loading(frozen=True):
             model = load_causal_lm(replace(self.config.model, pretrain=name), dtype=strategy.dtype, flag=flag)
-        check_vocabulary(model, setting.num_tokens, f"--teacher_model {name}")
+        check_vocabulary(model, setting, f"{flag} {name}")
         self.strategy = strategy
         self.teacher = strategy.frozen(Teacher(model, layout=layout_of(self.config, model, are_pairs=False)))
 

@@ -48,7 +48,7 @@ class RewardTraining:
                 seed=config.seed,
                 **quantization(config.lora, strategy.dtype),
             )
-        check_vocabulary(model.model, setting.num_tokens, f"--pretrain {name}")
+        check_vocabulary(model.model, setting, f"--pretrain {name}")
         if model.has_new_head:
             comm.say(f"reward model: {name} has no head, a new one is initialised")
         add_lora(model.model, config.lora, seed=config.seed)

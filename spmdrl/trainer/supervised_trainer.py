@@ -69,11 +69,10 @@ class SupervisedTrainer:
             program=config.program,
         )
         self.dtype = compute_dtype(config.model.bf16)
-        offload = bool(to_flat_dict(config).get("teacher_offload"))
-        deepspeed = DeepSpeedConfig(**asdict(config.deepspeed), ref_reward_offload=offload)
+        deepspeed = DeepSpeedConfig(**asdict(config.deepspeed), ref_reward_offload=config.offloads_frozen_models)
         self.strategy = Strategy(deepspeed, optim, dtype=self.dtype)
         sets = [rows for rows in (self.train_set, self.eval_set) if rows is not None]
-        setting = Setting(self.strategy, sets, num_tokens=len(self.tokenizer), phase=self.phase)
+        setting = Setting(self.strategy, sets, self.tokenizer, self.phase)
         objective.prepare(setting)
         self.engine = self.strategy.trainable(
             objective.load_model(setting),

@@ -197,11 +197,20 @@ def test_a_reward_model_has_a_head_without_a_critic_too():
         ("--critic_zero_stage 4", "--critic_zero_stage must be 0, 1, 2 or 3, got 4"),
         ("--critic_zero_stage 0 --adam_offload", "--adam_offload needs --critic_zero_stage 1, 2 or 3, got 0"),
         ("--critic_zero_stage 1 --advantage_estimator reinforce", "--critic_zero_stage is for a critic, and"),
+        ("--critic_adam_offload --advantage_estimator reinforce", "--critic_adam_offload is for a critic, and"),
+        ("--critic_adam_offload --zero_stage 0", "--critic_adam_offload needs --zero_stage 1, 2 or 3, got 0"),
+        ("--critic_adam_offload --critic_zero_stage 0", "--critic_adam_offload needs --critic_zero_stage 1, 2 or 3"),
         ("--ref_reward_zero_stage -1", "--ref_reward_zero_stage must be 0, 1, 2 or 3, got -1"),
     ],
 )
 def test_zero_stages_of_roles(flags, message):
     assert refusal(flags).startswith(message)
+
+
+def test_a_critic_may_keep_its_adam_on_the_device():
+    config = read("--adam_offload --no_critic_adam_offload --critic_zero_stage 0")
+    assert (config.deepspeed.adam_offload, config.deepspeed.critic_adam_offload) == (True, False)
+    assert read("--zero_stage 0 --critic_zero_stage 1 --critic_adam_offload").deepspeed.critic_adam_offload
 
 
 def test_a_config_built_in_python_is_checked_too():

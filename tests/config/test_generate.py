@@ -1,6 +1,5 @@
-"""The command lines of cli/generate.py and cli/chat.py: against OpenRLHF's, what they refuse, what their help says."""
+"""The command lines of cli/generate.py and cli/chat.py: what they refuse, what their help says."""
 
-import ast
 import json
 import re
 import subprocess
@@ -10,22 +9,12 @@ import pytest
 
 from spmdrl.config.chat import ChatConfig
 from spmdrl.config.flags import flags_of
-from spmdrl.config.foreign import ACCEPTED_ALIASES
 from spmdrl.config.generate import GenerateConfig
-from spmdrl.config.help import field_docs
 from spmdrl.config.parse import read_config
 from spmdrl.errors import UserError
 from tests.config.conftest import ROOT
-from tests.config.test_migration import DOCS, RECORD
 
 PROGRAMS = {"generate": GenerateConfig, "chat": ChatConfig}
-SCRIPTS = {"generate": "batch_inference", "chat": "interactive_chat"}
-CONFIGS = pytest.mark.parametrize("cls", PROGRAMS.values(), ids=PROGRAMS)
-# Defaults that differ from OpenRLHF's, with the reason in docs/migration.md.
-CHANGED = {
-    "generate": {"value_head_prefix", "rollout_batch_size", "post_processor"},
-    "chat": {"max_len", "repetition_penalty", "input_template"},
-}
 REWARDED = "--reward_func reward.py:f --n_samples_per_prompt 4"
 
 
@@ -33,59 +22,6 @@ def refusal(cls, flags):
     with pytest.raises(UserError) as error:
         read_config(cls, flags.split())
     return str(error.value)
-
-
-def recorded(program):
-    """Flag name → default of OpenRLHF's script, beyond those that it shares with train_ppo.py unchanged."""
-    section = re.search(rf"^## {SCRIPTS[program]}\.py.*?\n(.*?)(?=^## |\Z)", RECORD.read_text(), flags=re.M | re.S)
-    assert section is not None
-    own, _, other = section[1].partition("Other defaults:")
-    flags = re.findall(r"`--(\w+)` \w+ = ((?:'[^']*')|[^,\s]+)", own) + re.findall(
-        r"`--(\w+)` ('[^']*'|\S+?)(?:,|$)", other, flags=re.M
-    )
-    return {name: None if "(" in default else ast.literal_eval(default) for name, default in flags}
-
-
-@pytest.mark.skipif(not RECORD.exists(), reason="no record of OpenRLHF's flags beside the repository")
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_each_flag_of_openrlhfs_script_is_taken_as_it_was_or_refused_by_name(program):
-    cls = PROGRAMS[program]
-    flags, foreign = flags_of(cls), cls.foreign
-    record = recorded(program)
-    assert len(record) == {"generate": 25, "chat": 9}[program]
-    for name, default in record.items():
-        tables = (flags, foreign.not_yet, foreign.refused, foreign.other_names, ACCEPTED_ALIASES)
-        assert sum(name in table for table in tables) == 1, name
-        if name in flags and name not in CHANGED[program]:
-            assert flags[name].default == default, name
-
-
-@CONFIGS
-def test_every_flag_is_explained_and_read_by_some_code(cls):
-    package = ROOT / "spmdrl"
-    text = "\n".join(path.read_text() for path in package.rglob("*.py"))
-    own = {"greedy_sampling", "max_samples", "dataset_split"}
-    for name in flags_of(cls):
-        assert len(re.findall(rf"\b{name}\b", text)) > (2 if name in own else 1), name
-    docs = {}
-    for section in {cls, *(type(value) for value in vars(cls()).values() if hasattr(value, "__dataclass_fields__"))}:
-        docs |= field_docs(section)
-    assert set(flags_of(cls)) <= set(docs)
-
-
-@CONFIGS
-def test_what_is_named_instead_exists(cls):
-    foreign = cls.foreign
-    for reason in (*foreign.not_yet.values(), *foreign.refused.values()):
-        assert set(re.findall(r"--(\w+)", reason)) <= set(flags_of(cls)), reason
-    assert set(foreign.other_names.values()) <= set(flags_of(cls))
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_the_migration_page_names_what_differs(program):
-    foreign = PROGRAMS[program].foreign
-    for name in {*foreign.not_yet, *foreign.refused, *foreign.other_names, *CHANGED[program]}:
-        assert f"`--{name}`" in DOCS, name
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,6 @@ def test_nothing_else_is_refused_by_name():
     assert set(NOT_YET) | set(REFUSED) | set(ACCEPTED_ALIASES) <= {row.id for row in recorded_flags()}
 
 
-def test_what_is_named_instead_exists():
-    for reason in (*NOT_YET.values(), *REFUSED.values()):
-        assert set(re.findall(r"--(\w+)", reason)) <= set(FLAGS) | LAUNCHER_FLAGS, reason
-    assert {target for target, _ in ACCEPTED_ALIASES.values()} | set(OTHER_NAMES.values()) <= set(FLAGS)
-    assert not set(OTHER_NAMES) & set(FLAGS)
-
-
 def test_every_flag_in_the_migration_page_exists():
     named = set(re.findall(r"--(\w+)", DOCS))
     known = {*FLAGS, *NOT_YET, *REFUSED, *ACCEPTED_ALIASES, *LAUNCHER_FLAGS, "config", "help"}

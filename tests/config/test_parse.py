@@ -388,22 +388,3 @@ def test_parsing_imports_nothing_heavy(complete):
 def test_parse_config_takes_the_words_of_the_process(complete, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_ppo.py", *complete])
     assert parse_config(PPOConfig) == read(*complete)
-
-
-def test_every_flag_is_read_by_some_code():
-    """A flag that is only declared and checked would be accepted and change nothing."""
-    package = ROOT / "spmdrl"
-    readers = {"sizes.py", "ppo.py"}  # of spmdrl/config: they turn flags into what the trainer asks for
-    files = [path for path in package.rglob("*.py") if path.parent != package / "config" or path.name in readers]
-    text = "\n".join(path.read_text() for path in files)
-    unread = [name for name in flags_of(PPOConfig) if name not in text]
-    assert not unread, f"no code mentions {unread}"
-
-
-def test_every_flag_is_explained():
-    from spmdrl.config.help import field_docs
-
-    for cls in {PPOConfig, *(type(section) for section in vars(PPOConfig()).values() if hasattr(section, "__doc__"))}:
-        if cls.__module__.startswith("spmdrl"):
-            names = {flag.name for flag in flags_of(cls).values() if flag.section is None}
-            assert names <= set(field_docs(cls)), f"{names - set(field_docs(cls))} of {cls.__name__}"

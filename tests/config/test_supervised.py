@@ -1,6 +1,5 @@
-"""The supervised command lines: against the record of OpenRLHF's flags, what they refuse, and what their help says."""
+"""The supervised command lines: what they refuse, and what their help says."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -9,19 +8,13 @@ from pathlib import Path
 import pytest
 
 from spmdrl.config.flags import flags_of
-from spmdrl.config.foreign import ACCEPTED_ALIASES
-from spmdrl.config.help import field_docs
 from spmdrl.config.parse import read_config
 from spmdrl.config.supervised import DPOConfig, KDConfig, KTOConfig, RMConfig, SFTConfig
 from spmdrl.config.supervised_checks import RANGES
 from spmdrl.errors import UserError
 from tests.config.conftest import ROOT
-from tests.config.test_migration import DOCS, RECORD
 
 PROGRAMS = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig, "kto": KTOConfig, "kd": KDConfig}
-CONFIGS = pytest.mark.parametrize("cls", PROGRAMS.values(), ids=PROGRAMS)
-# Defaults that differ from OpenRLHF's, with the reason in docs/migration.md.
-CHANGED = {"wandb_project", "dataset", "pretrain", "ckpt_path"}
 
 
 def read(cls, flags):
@@ -34,60 +27,9 @@ def refusal(cls, flags):
     return str(error.value)
 
 
-def recorded(program):
-    """Flag name → default of OpenRLHF's script, beyond those that it shares with train_ppo.py unchanged."""
-    if not RECORD.exists():
-        return {}
-    section = re.search(rf"^## train_{program}\.py.*?\n(.*?)(?=^## |\Z)", RECORD.read_text(), flags=re.M | re.S)
-    assert section is not None
-    own, _, other = section[1].partition("Other defaults:")
-    flags = re.findall(r"`--(\w+)` \w+ = ((?:'[^']*')|[^,\s]+)", own) + re.findall(
-        r"`--(\w+)` ('[^']*'|\S+?)(?:,|$)", other
-    )
-    return {name: ast.literal_eval(default) for name, default in flags}
-
-
-@pytest.mark.skipif(not RECORD.exists(), reason="no record of OpenRLHF's flags beside the repository")
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_each_flag_of_openrlhfs_script_is_taken_as_it_was_or_refused_by_name(program):
-    cls = PROGRAMS[program]
-    flags, foreign = flags_of(cls), cls.foreign
-    record = recorded(program)
-    assert len(record) > 10
-    for name, default in record.items():
-        assert sum(name in table for table in (flags, foreign.not_yet, foreign.refused, ACCEPTED_ALIASES)) == 1, name
-        if name in flags and name not in CHANGED:
-            assert flags[name].default == default, name
-
-
-@CONFIGS
-def test_every_flag_is_explained_and_read_by_some_code(cls):
-    package = ROOT / "spmdrl"
-    files = [path for path in package.rglob("*.py") if path.parent != package / "config"]
-    text = "\n".join(path.read_text() for path in files)
-    assert not [name for name in flags_of(cls) if not re.search(rf"\b{name}\b", text)]
-    docs = {}
-    for section in {cls, *(type(value) for value in vars(cls()).values() if hasattr(value, "__dataclass_fields__"))}:
-        docs |= field_docs(section)
-    assert set(flags_of(cls)) <= set(docs)
-
-
-@CONFIGS
-def test_what_is_named_instead_exists(cls):
-    foreign = cls.foreign
-    for reason in (*foreign.not_yet.values(), *foreign.refused.values()):
-        assert set(re.findall(r"--(\w+)", reason)) <= set(flags_of(cls)), reason
-    assert set(foreign.other_names.values()) <= set(flags_of(cls))
-
-
 def test_ranges_name_flags_that_exist():
     known = {name for cls in PROGRAMS.values() for name in flags_of(cls)}
     assert {"learning_rate", "beta", "max_len", "kd_coef", "label_smoothing"} <= set(RANGES) & known
-
-
-def test_the_migration_page_names_what_differs():
-    for name in ("packing_samples", "max_len", "ref_offload", "compute_fp32_loss", "eval_dataset", "pretrain_mode"):
-        assert f"`--{name}`" in DOCS, name
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 import json
 import logging
+import re
 
 import pytest
 
 from spmdrl.config import ModelConfig
 from spmdrl.errors import UserError
-from spmdrl.models.tokenizer import encode_texts, load_tokenizer
+from spmdrl.models.tokenizer import check_same_ids, encode_texts, load_tokenizer
 from tests.tiny import make_tokenizer
 
 
@@ -75,3 +76,55 @@ def test_tokenizer_that_appends_eos_does_not_end_the_prompt():
     )
     assert encode_texts(tokenizer, ["a", "<|bos|>a", ""]) == [[1, 68], [1, 68], [1]]
     assert encode_texts(tokenizer, []) == []
+
+
+# ---- a second model that reads the ids of the first -----------------------------------------------------------------
+def other_ids(path, change):
+    """A tokenizer in which `change` has edited the vocabulary, token -> id."""
+    make_tokenizer(path)
+    content = json.loads((path / "tokenizer.json").read_text())
+    change(content["model"]["vocab"])
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    return str(path)
+
+
+def swap(vocabulary):
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (swap, "'a' is 69 there and 68 here, 2 differ in all"),
+        (lambda vocabulary: vocabulary.update({"new": 320}), "'new' is 320 there and none here, 1 differ in all"),
+        (lambda vocabulary: vocabulary.pop("~"), "'~' is none there and 97 here, 1 differ in all"),
+    ],
+)
+def test_a_model_that_would_read_other_tokens_is_refused_with_both_names(tmp_path, change, difference):
+    config = ModelConfig(pretrain=str(tmp_path / "own"))
+    tokenizer = make_tokenizer(tmp_path / "own")
+    other = other_ids(tmp_path / "other", change)
+    message = (
+        f"--teacher_model {other} has other token ids than --pretrain {config.pretrain}, whose ids it would read: "
+        f"{difference}"
+    )
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        check_same_ids(tokenizer, config, other, "--teacher_model")
+
+
+def test_a_model_may_call_other_tokens_pad_or_bos_and_have_another_template(tmp_path):
+    config = ModelConfig(pretrain=str(tmp_path / "own"), tokenizer_chat_template="{{ messages }}")
+    make_tokenizer(tmp_path / "own", pad=None)
+    make_tokenizer(tmp_path / "other", pad="own", bos="both", chat_template=None)
+    tokenizer = load_tokenizer(config)
+    check_same_ids(tokenizer, config, str(tmp_path / "other"), "--critic_pretrain")
+    check_same_ids(tokenizer, config, str(config.pretrain), "--pretrain")
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    config = ModelConfig(pretrain=str(tmp_path / "own"))
+    tokenizer = make_tokenizer(tmp_path / "own")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match=r"--ref_pretrain .*bare: the tokenizer files .* \(there are none: copy those"):
+        check_same_ids(tokenizer, config, str(tmp_path / "bare"), "--ref_pretrain")

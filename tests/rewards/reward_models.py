@@ -27,6 +27,24 @@ def edit_config(path, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+def permuted(path, permutation):
+    """The checkpoint at `path` with other ids for the same tokens: id i has become permutation[i]."""
+    path = Path(path)
+    content = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    content["model"]["vocab"] = {token: permutation[i] for token, i in vocabulary.items()}
+    for token in content["added_tokens"]:
+        token["id"] = permutation[token["id"]]
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    weights = load_file(path / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        old, weights[name] = weights[name], torch.empty_like(weights[name])
+        weights[name][permutation] = old
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    edit_config(path, eos_token_id=permutation[2], pad_token_id=permutation[2])
+    return str(path)
+
+
 def plain_scores(path, sequences):
     """By transformers, one sequence at a time and without a pad token, so that it reads at the last one."""
     from transformers import AutoModelForSequenceClassification

@@ -1,8 +1,5 @@
 """Reward models: the score at the last real token, and ids that mean the same to policy and reward model."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +12,7 @@ from spmdrl.models.tokenizer import encode_texts, load_tokenizer
 from spmdrl.models.value_head import load_reward_model
 from spmdrl.rewards.model import ModelReward, make_encoder, policy_ids, score_sequences
 from spmdrl.rewards.source import RewardBatch, RewardError
-from tests.rewards.reward_models import edit_config, make_reward_model, plain_scores
+from tests.rewards.reward_models import edit_config, make_reward_model, permuted, plain_scores
 from tests.tiny import EOS, make_model, make_tokenizer
 
 FLAG = "--reward_pretrain"
@@ -127,24 +124,6 @@ def test_a_sequence_that_is_too_long_for_the_model_is_an_error():
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
-def permuted(path, permutation):
-    """The checkpoint at `path` with other ids for the same tokens: id i has become permutation[i]."""
-    path = Path(path)
-    content = json.loads((path / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    content["model"]["vocab"] = {token: permutation[i] for token, i in vocabulary.items()}
-    for token in content["added_tokens"]:
-        token["id"] = permutation[token["id"]]
-    (path / "tokenizer.json").write_text(json.dumps(content))
-    weights = load_file(path / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        old, weights[name] = weights[name], torch.empty_like(weights[name])
-        weights[name][permutation] = old
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    edit_config(path, eos_token_id=permutation[2], pad_token_id=permutation[2])
-    return str(path)
-
-
 def test_a_model_with_other_ids_for_the_same_tokens_gives_the_same_scores(tmp_path):
     """U19: the policy's ids would be nonsense to it."""
     permutation = torch.randperm(320, generator=torch.Generator().manual_seed(5)).tolist()

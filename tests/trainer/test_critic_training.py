@@ -13,6 +13,7 @@ from spmdrl.experience import collate, make_sample
 from spmdrl.trainer.ptx import PtxLoss
 from spmdrl.trainer.value_update import ValueUpdate, value_metrics
 from tests.ranks import run_ranks
+from tests.rewards.reward_models import permuted
 from tests.tiny import make_model, write_jsonl
 from tests.trainer.runs import FakeEngine, build, canned, completion, run, write_inputs
 
@@ -202,6 +203,35 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path, one_rank, inputs):
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"--critic_pretrain .* knows 300 tokens, the tokenizer of --pretrain 320"):
         build(tmp_path / "out", **inputs, **GAE, critic_pretrain=path)
+
+
+def test_a_critic_with_other_ids_for_the_same_tokens_is_refused(tmp_path, one_rank, inputs):
+    other = permuted(make_model(tmp_path / "critic", "llama"), torch.randperm(320).tolist())
+    with pytest.raises(UserError, match=f"^--critic_pretrain {other} has other token ids than --pretrain"):
+        build(tmp_path / "out", **inputs, **GAE, critic_pretrain=other)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_each_role_has_the_adam_that_its_flag_asks_for_and_trains_the_same(tmp_path, one_rank, inputs):
+    """Weights move by about 1e-3 a step, and agree to fp32 noise of both implementations."""
+    weights = {}
+    for name, flags, adams in (
+        ("device", {}, ("AdamW", "AdamW")),
+        ("host", {"adam_offload": True}, ("DeepSpeedCPUAdam", "DeepSpeedCPUAdam")),
+        ("actor", {"adam_offload": True, "critic_adam_offload": False}, ("DeepSpeedCPUAdam", "AdamW")),
+        ("critic", {"critic_adam_offload": True}, ("AdamW", "DeepSpeedCPUAdam")),
+    ):
+        trainer = build(tmp_path / name, **{**inputs, **GAE, "zero_stage": 2, "max_samples": 4, **flags})
+        assert tuple(type(e.basic_optimizer).__name__ for e in (trainer.actor, trainer.critic)) == adams
+        trainer.fit()
+        weights[name] = [weights_of(trainer.actor), weights_of(trainer.critic)]
+    for name in ("host", "actor", "critic"):
+        for expected, found in zip(weights["device"], weights[name], strict=True):
+            for key in expected:
+                torch.testing.assert_close(
+                    found[key], expected[key], atol=2e-5, rtol=0, msg=lambda m, k=key: f"{k}: {m}"
+                )
 
 
 # ---- two ranks ------------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ from spmdrl.trainer.objectives import SFT
 from spmdrl.trainer.reward_training import RewardTraining
 from tests.ranks import run_ranks
 from tests.trainer.supervised import CONFIGS, HELD_OUT, ROWS, build, logged, run, weights_of, write_inputs
+from tests.rewards.reward_models import permuted
+from tests.tiny import make_model
 
 SLOW = pytest.mark.slow
 PROGRAMS = pytest.mark.parametrize("program", CONFIGS)
@@ -400,6 +402,52 @@ def test_distillation_is_the_weighted_sum_of_both_losses_in_value_and_gradient(t
 
 
 # ---- several ranks --------------------------------------------------------------------------------------------------
+# ---- models that read the ids of --pretrain -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("program", "flag"), [("kd", "teacher_model"), ("dpo", "ref_pretrain"), ("kto", "ref_pretrain")]
+)
+def test_a_second_model_with_other_ids_for_the_same_tokens_is_refused(tmp_path, one_rank, inputs, program, flag):
+    other = permuted(make_model(tmp_path / "other", "llama"), torch.randperm(320).tolist())
+    with pytest.raises(UserError, match=f"^--{flag} {other} has other token ids than --pretrain"):
+        build(program, tmp_path, **{**inputs, flag: other})
+
+
+def test_the_reference_model_is_packed_as_the_policy_is(tmp_path, one_rank, inputs, monkeypatch):
+    """--load_in_4bit: else the two would not begin as the same function. Packing itself needs a GPU."""
+    from spmdrl.trainer import dpo, objectives
+
+    asked = []
+    load = dpo.load_causal_lm
+
+    def recorded(*args, quantization_config, **options):
+        asked.append(quantization_config)
+        return load(*args, **options)
+
+    for module in (dpo, objectives):
+        monkeypatch.setattr(module, "load_causal_lm", recorded)
+        monkeypatch.setattr(module, "quantization", lambda config, dtype: {"quantization_config": config.load_in_4bit})
+    build("dpo", tmp_path, **inputs, lora_rank=2, load_in_4bit=True)
+    assert asked == [True, True]
+
+
+@SLOW
+def test_a_teacher_may_have_embeddings_beyond_the_tokenizer(tmp_path, one_rank, inputs):
+    """Rows for ids that no text has change nothing, whatever they hold: the student has no such ids."""
+    teacher = AutoModelForCausalLM.from_pretrained(inputs["teacher_model"], dtype=torch.float32)
+    teacher.resize_token_embeddings(384, mean_resizing=False)
+    with torch.no_grad():
+        teacher.lm_head.weight[320:] = 3.0
+    padded = tmp_path / "padded"
+    teacher.save_pretrained(padded)
+    AutoTokenizer.from_pretrained(inputs["teacher_model"]).save_pretrained(padded)
+    runs = [
+        logged(run("kd", tmp_path / name, **{**inputs, "teacher_model": path}), "train")
+        for name, path in (("plain", inputs["teacher_model"]), ("more", padded))
+    ]
+    for a, b in zip(*runs, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
 def train_each(inputs, folder, settings):
     """Weights and metrics of runs of (program, name, flags), in one process a rank."""
     from tests.distributed.test_strategy import smooth
