@@ -27,6 +27,8 @@ HARMLESS = {
 UNMENTIONED = {"load_checkpoint", "allow_config_change", "local_rank"}
 # A schedule over a fixed number of steps changes with the number of steps.
 LENGTHS = {"num_episodes"}
+# Harmless ones, of which a run that is finished has done what they were and not what they are now.
+OUTCOME = {*LENGTHS, "save_value_network"}
 OPEN_ENDED_SCHEDULES = {"constant"}
 
 
@@ -50,6 +52,15 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str]
         is_harmless = name in HARMLESS or (name in LENGTHS and _is_open_ended(saved["flags"], now["flags"]))
         (accepted if is_harmless else refused).append(f"--{name} {_shown(value)} -> {_shown(other)}")
     return refused, accepted
+
+
+def asks_for_more(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What a run that is finished, `saved`, has not done of what it would do now."""
+    refused, _ = compare(saved, now)
+    if refused:
+        return refused
+    differing = _differing(saved["flags"], now["flags"])
+    return [f"--{name} {_shown(value)} -> {_shown(other)}" for name, value, other in differing if name in OUTCOME]
 
 
 def judges_otherwise(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

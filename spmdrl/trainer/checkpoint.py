@@ -17,12 +17,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from spmdrl.config import CheckpointConfig
-from spmdrl.config.resume import compare
+from spmdrl.config.resume import asks_for_more, compare
 from spmdrl.distributed import comm
 from spmdrl.distributed.engine_state import Fragment, Read
 from spmdrl.errors import UserError
 from spmdrl.trainer import checkpoint_folder as folders
 from spmdrl.trainer.checkpoint_folder import BEST, Manifest
+from spmdrl.trainer.directory_lock import DirectoryLock
+from spmdrl.trainer.fingerprints import fingerprint_of_weights
 from spmdrl.trainer.tensor_file import (
     STARTS,
     RangeReader,
@@ -35,6 +37,7 @@ from spmdrl.trainer.tensor_file import (
 )
 
 STATE, TENSORS, EXPORT = "state.json", "state.safetensors", "hf"
+SAID = 20  # directories that are passed over, by name
 
 
 class Shards(Protocol):
@@ -81,8 +84,10 @@ class Checkpointer:
 
     def __init__(self, config: CheckpointConfig, description: dict[str, Any]):
         self.config, self.description = config, description
-        self.root = Path(config.ckpt_path).expanduser()
-        self.run = comm.all_gather_object(uuid.uuid4().hex)[0]
+        mine = Path(config.ckpt_path).expanduser().absolute(), uuid.uuid4().hex
+        self.root, self.run = comm.all_gather_object(mine)[0]  # ranks may have been started in different directories
+        self.lock = DirectoryLock(self.root, comm.say)
+        self.holder: str | None = None  # of the lock, where the last save was made without it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[Path, Manifest, Future[Any]] | None = None
 
@@ -90,8 +95,21 @@ class Checkpointer:
         """Keeps one, the best, apart from the others."""
         path = str(self.root / BEST)
         best = Checkpointer(replace(self.config, ckpt_path=path, max_ckpt_num=1), self.description)
-        best.run = self.run
+        best.run, best.lock = self.run, self.lock
         return best
+
+    def claim(self) -> None:
+        """Keep other runs out of the directory from here on. Raises UserError where one is using it."""
+
+        def take() -> str | None:
+            self.root.mkdir(parents=True, exist_ok=True)
+            return self.lock.take(wait=True)
+
+        if holder := self._on_main(take):
+            raise UserError(
+                f"--ckpt_path {self.root} is in use by another run ({holder}): wait until that has ended, or give "
+                "this one a --ckpt_path of its own"
+            )
 
     # ---- loading ------------------------------------------------------------------------------------------------
     def find(self) -> Checkpoint | None:
@@ -132,8 +150,10 @@ class Checkpointer:
             except (OSError, ValueError) as error:
                 refusal = str(error)
         found, problems, refusal = comm.all_gather_object((found, problems, refusal))[0]
-        for problem in problems:
+        for problem in problems[:SAID]:
             comm.say(f"ignored: {problem}")
+        if len(problems) > SAID:
+            comm.say(f"ignored: {len(problems) - SAID} more directories in {self.root}")
         if refusal:
             raise UserError(f"--load_checkpoint: {refusal}; restore it, or start without --load_checkpoint")
         return found
@@ -163,7 +183,17 @@ class Checkpointer:
         """Checkpoints of other runs stay, but `latest` names this one from now on."""
         if self.config.load_checkpoint:
             comm.say(f"--load_checkpoint: no checkpoint in {self.root}, starting from the beginning")
-        self._on_main(lambda: folders.write_latest(self.root, self.run, None) if self.root.is_dir() else None)
+        self._on_main(self._forget_others)
+
+    def _forget_others(self) -> None:
+        was_held = self.lock.is_held
+        if not self.root.is_dir() or self.lock.take(wait=False) is not None:
+            return
+        folders.write_latest(self.root, self.run, None)
+        if not self.config.load_checkpoint:
+            folders.forget_finished(self.root)
+        if not was_held:
+            self.lock.release()
 
     # ---- saving -------------------------------------------------------------------------------------------------
     def save(
@@ -182,7 +212,9 @@ class Checkpointer:
         a folder with a model.
         """
         self.finish()
-        folder = self._on_main(lambda: folders.begin(self.root, name, self.run))
+        folder, self.holder = self._on_main(lambda: self._begin(name))
+        if self.holder is not None:
+            name = f"{name}-{self.run[:8]}"
         if export is not None:
             try:
                 export(folder / EXPORT)
@@ -194,6 +226,12 @@ class Checkpointer:
         parts = {key: _on_host(part.fragments()) for key, part in shards.items()}
         manifest = Manifest(name, self.run, time.time(), comm.world_size(), bool(shards), self.description, {})
         self._pending = folder, manifest, self._thread.submit(_write_own, folder, parts, content, comm.rank())
+
+    def _begin(self, name: str) -> tuple[Path, str | None]:
+        """Where to write, and who else has the directory: then the save keeps out of its way."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        holder = self.lock.take(wait=False)
+        return folders.begin(self.root, name, self.run, beside=holder is not None), holder
 
     def finish(self) -> Path | None:
         """Complete the save that is under way on all ranks; the checkpoint's directory, if there was one.
@@ -210,7 +248,39 @@ class Checkpointer:
             raise UserError(f"--ckpt_path {self.root}: cannot save {manifest.name}: {problems[0]}")
         manifest = replace(manifest, files={name: file for part in written for name, file in part.items()})
         limits = {"max_num": self.config.max_ckpt_num, "max_bytes": self.config.max_ckpt_mem * 10**9}
-        return self._on_main(lambda: folders.publish(self.root, folder, manifest, **limits))
+        has_lock = self.holder is None
+        return self._on_main(lambda: folders.publish(self.root, folder, manifest, **limits, is_latest=has_lock))
+
+    def mark_finished(self, model: Path) -> None:
+        """With --load_checkpoint, note that the run came to its end and left its model there."""
+        if self.config.load_checkpoint and comm.is_main():
+            try:
+                self.root.mkdir(parents=True, exist_ok=True)
+                folders.write_finished(self.root, self.description, model, fingerprint_of_weights(model))
+            except OSError as error:  # the model is there all the same
+                comm.say(f"--ckpt_path {self.root}: cannot note that the run is finished: {error}")
+
+    def finished(self) -> Path | None:
+        """With --load_checkpoint, where the model of a run is that had the same flags and came to its end."""
+        model, line = self._on_main(self._finished) if self.config.load_checkpoint else (None, None)
+        if line:
+            comm.say(line)
+        return model
+
+    def _finished(self) -> tuple[Path | None, str | None]:
+        """The model, or why the mark does not count."""
+        mark = folders.read_finished(self.root)
+        if not mark:
+            return None, None
+        try:
+            changes, model = asks_for_more(mark["description"], self.description), Path(mark["model"])
+        except (KeyError, TypeError, AttributeError):
+            return None, f"ignored: {self.root / folders.FINISHED}: damaged"
+        if changes:
+            return None, f"ignored: {self.root / folders.FINISHED}: of a run with other flags: {'; '.join(changes)}"
+        if not model.is_dir() or fingerprint_of_weights(model) != mark["fingerprint"]:
+            return None, f"this run was finished, but its model is no longer in {model}"
+        return model, None
 
     def _give_up(self, folder: Path) -> None:
         if comm.is_main():

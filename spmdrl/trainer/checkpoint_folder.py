@@ -1,7 +1,8 @@
 """The directory of a run's checkpoints, as one process sees and changes it.
 
 A checkpoint is a directory with a manifest, written last. `latest` is a JSON file that names the run and its newest
-checkpoint. Directories that begin with a dot are under construction or on their way out.
+checkpoint, `finished` one that says with what a run ended. Directories that begin with a dot are under construction or
+on their way out.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,8 +18,9 @@ from typing import Any
 from spmdrl.trainer.tensor_file import Written, write_file
 
 FORMAT = 1
-MANIFEST, LATEST, BEST = "manifest.json", "latest", "best"
+MANIFEST, LATEST, FINISHED, BEST = "manifest.json", "latest", "finished", "best"
 SAVING, REMOVING = ".saving-", ".removing-"
+SAVING_BESIDE = ".saving_beside-"  # by a run that has not the directory's lock; those that have it leave it alone
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,13 @@ def find(root: Path, run: str | None = None) -> tuple[list[Found], list[str]]:
 def _scan(root: Path) -> tuple[list[Found], list[str]]:
     """Directories with a manifest, the newest first, and what the others lack."""
     found, problems = [], []
-    for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if not folder.is_dir() or folder.name == BEST or folder.name.startswith(REMOVING):
+    with os.scandir(root) if root.is_dir() else nullcontext(()) as entries:  # asks the disk for no more than names
+        folders = sorted(root / entry.name for entry in entries if entry.is_dir())
+    for folder in folders:
+        if folder.name == BEST or folder.name.startswith(REMOVING):
             continue
         try:
-            if folder.name.startswith(SAVING):
+            if folder.name.startswith((SAVING, SAVING_BESIDE)):
                 raise ValueError("a save that was interrupted")
             found.append((folder, Manifest.read(folder)))
         except ValueError as problem:
@@ -112,25 +116,49 @@ def _scan(root: Path) -> tuple[list[Found], list[str]]:
 
 def read_latest(root: Path) -> dict[str, Any]:
     """`run` and `name`; nothing where the file is not there or not ours."""
-    try:
-        content = json.loads((root / LATEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    is_ours = isinstance(content, dict) and all(isinstance(content.get(key), str | None) for key in ("run", "name"))
-    return content if is_ours else {}
+    content = _read_object(root / LATEST)
+    return content if all(isinstance(content.get(key), str | None) for key in ("run", "name")) else {}
 
 
 def write_latest(root: Path, run: str, name: str | None) -> None:
-    """Replace `latest` at once. Without a name the run has no checkpoint yet."""
-    partial = root / f".{LATEST}.partial"
-    write_file(partial, [json.dumps({"run": run, "name": name}).encode()])
-    partial.replace(root / LATEST)
-    sync(root)
+    """Without a name the run has no checkpoint yet."""
+    _write_object(root / LATEST, {"run": run, "name": name})
 
 
-def begin(root: Path, name: str, run: str) -> Path:
-    """An empty directory for the ranks to write to."""
-    folder = root / f"{SAVING}{name}-{run[:8]}"
+def read_finished(root: Path) -> dict[str, Any]:
+    """`description`, `model` and `fingerprint` of a run that ended; nothing where there is none."""
+    content = _read_object(root / FINISHED)
+    return content if content.keys() >= {"description", "model", "fingerprint"} else {}
+
+
+def write_finished(root: Path, description: dict[str, Any], model: Path, fingerprint: str) -> None:
+    content = {"description": description, "model": str(model), "fingerprint": fingerprint}
+    _write_object(root / FINISHED, content)
+
+
+def forget_finished(root: Path) -> None:
+    (root / FINISHED).unlink(missing_ok=True)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write_object(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file at once."""
+    partial = path.with_name(f".{path.name}.partial")
+    write_file(partial, [json.dumps(content).encode()])
+    partial.replace(path)
+    sync(path.parent)
+
+
+def begin(root: Path, name: str, run: str, *, beside: bool = False) -> Path:
+    """An empty directory for the ranks to write to. beside: without the lock of `root`."""
+    folder = root / f"{SAVING_BESIDE if beside else SAVING}{name}-{run[:8]}"
     root.mkdir(parents=True, exist_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
@@ -138,21 +166,24 @@ def begin(root: Path, name: str, run: str) -> Path:
     return folder
 
 
-def publish(root: Path, folder: Path, manifest: Manifest, *, max_num: int, max_bytes: int) -> Path:
+def publish(
+    root: Path, folder: Path, manifest: Manifest, *, max_num: int, max_bytes: int, is_latest: bool = True
+) -> Path:
     """Make what is in `folder` a checkpoint, name it in `latest`, and only then remove older ones of the run."""
     for name, file in manifest.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != file.size:
             raise OSError(f"{path} is not what another rank wrote: do all nodes see this directory?")
-    before = [m.saved_at for _, m in _scan(root)[0] if m.run == manifest.run]
+    before = [(found, m) for found, m in _scan(root)[0] if m.run == manifest.run]
     # A clock that was set back, or another node's, must not make older ones the newest.
-    manifest = replace(manifest, saved_at=max([manifest.saved_at, *(then + 0.001 for then in before)]))
+    manifest = replace(manifest, saved_at=max([manifest.saved_at, *(m.saved_at + 0.001 for _, m in before)]))
     manifest.write(folder)
     final = _free(root / manifest.name)
     folder.rename(final)
     sync(root)
-    write_latest(root, manifest.run, final.name)
-    _prune(root, manifest.run, max_num=max_num, max_bytes=max_bytes)
+    if is_latest:
+        write_latest(root, manifest.run, final.name)
+    _prune([(final, manifest), *before], max_num=max_num, max_bytes=max_bytes)
     return final
 
 
@@ -164,14 +195,17 @@ def _free(path: Path) -> Path:
     return free
 
 
-def _prune(root: Path, run: str, *, max_num: int, max_bytes: int) -> None:
+def _prune(own: Sequence[Found], *, max_num: int, max_bytes: int) -> None:
+    """Of a run's checkpoints, newest first, keep as many that it can go on from as the limits allow, and as many
+    models alone; the newest of each kind whatever its size."""
     total = 0
-    own = [(folder, manifest) for folder, manifest in _scan(root)[0] if manifest.run == run]
-    for number, (folder, manifest) in enumerate(own):
-        total += manifest.num_bytes
-        if number and (number >= max_num or total > max_bytes):
-            with suppress(OSError):
-                _remove(folder)
+    for can_resume in (True, False):
+        kind = [(folder, manifest) for folder, manifest in own if manifest.can_resume == can_resume]
+        for number, (folder, manifest) in enumerate(kind):
+            total += manifest.num_bytes
+            if number and (number >= max_num or total > max_bytes):
+                with suppress(OSError):
+                    _remove(folder)
 
 
 def _remove(folder: Path) -> None:

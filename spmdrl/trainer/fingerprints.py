@@ -38,12 +38,24 @@ def _of_models(names: str) -> str:
         folder = Path(str(cached_file(name, "config.json"))).parent
         for path in sorted(folder.iterdir()):
             if path.suffix in WEIGHTS:
-                digest.update(f"{path.name} {path.stat().st_size}".encode())
-                for block in _sampled(path):
-                    digest.update(block)
+                _add_sampled(digest, path)
             elif path.suffix in TEXTS:
                 digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def fingerprint_of_weights(folder: Path) -> str:
+    """Of samples of all weights in a directory."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(path for path in folder.iterdir() if path.suffix in WEIGHTS):
+        _add_sampled(digest, path)
+    return digest.hexdigest()
+
+
+def _add_sampled(digest: Any, path: Path) -> None:
+    digest.update(f"{path.name} {path.stat().st_size}".encode())
+    for block in _sampled(path):
+        digest.update(block)
 
 
 def _sampled(path: Path) -> Iterable[bytes]:

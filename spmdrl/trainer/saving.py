@@ -1,17 +1,18 @@
 """When a run is saved, and how it comes back: the same for every trainer."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from spmdrl.config import CheckpointConfig
 from spmdrl.config.resume import judges_otherwise
-from spmdrl.distributed import guard
+from spmdrl.distributed import comm, guard
 from spmdrl.distributed.preemption import Preempted
 from spmdrl.trainer.anomalies import AnomalyStop
 from spmdrl.trainer.checkpoint import Checkpoint, Checkpointer, Shards
+from spmdrl.trainer.checkpoint_folder import FINISHED
 from spmdrl.trainer.run_state import rng_state, set_rng_state
 
 
@@ -46,6 +47,24 @@ class Run(Protocol):
         ...
 
 
+class Trains(Protocol):
+    def fit(self) -> None: ...
+
+
+class RunFinished(Exception):
+    """Raised on every rank where --load_checkpoint is asked to go on with a run that came to its end."""
+
+
+def fit(build: Callable[[], Trains]) -> None:
+    """Build a trainer and let it train, if there is anything left to do."""
+    try:
+        trainer = build()
+    except RunFinished as finished:
+        comm.say(str(finished))
+    else:
+        trainer.fit()
+
+
 class Saver:
     """Saves a run in --ckpt_path and brings it back. Every rank calls every method, at the same time.
 
@@ -53,10 +72,18 @@ class Saver:
     rollout. Whatever happens later, what is saved is the state that was settled last.
     """
 
-    def __init__(self, run: Run, config: CheckpointConfig, description: dict[str, Any]):
-        """Looks for the checkpoint that --load_checkpoint asks for; `restore` loads it once the models are built."""
+    def __init__(self, run: Run, config: CheckpointConfig, description: dict[str, Any], *, keeps_best: bool = False):
+        """Looks for the checkpoint that --load_checkpoint asks for; `restore` loads it once the models are built.
+
+        keeps_best: `keep_best` will be called. Raises RunFinished, and UserError where --ckpt_path is in use.
+        """
         self.run, self.config = run, config
         self.checkpointer = Checkpointer(config, description)
+        if config.load_checkpoint or config.save_steps > 0 or keeps_best:
+            self.checkpointer.claim()
+        if (model := self.checkpointer.finished()) is not None:
+            again = f"to train it again, leave --load_checkpoint out or remove {self.checkpointer.root / FINISHED}"
+            raise RunFinished(f"this run is finished, its model is in {model}; {again}")
         self.resumed = self.checkpointer.find()
         self.checkpoints_of_best = self.checkpointer.for_best()
         self.best = -math.inf
@@ -129,6 +156,10 @@ class Saver:
         assert path is not None
         return path
 
+    def finish_run(self, model: Path) -> None:
+        """The run came to its end and left its model in that directory: --load_checkpoint will not train it again."""
+        self.checkpointer.mark_finished(model)
+
     def _begin(self, *, whole: bool, with_export: bool = True) -> None:
         self.finish()
         state, of_rank = self._settled
@@ -166,7 +197,19 @@ class Saver:
         except Preempted as stopped:
             guard.set_phase("save")
             stopped.saved_in = str(self.save_state())
+            stopped.resume = self._saved_beside() or stopped.resume
             raise
         except AnomalyStop as stopped:
             guard.set_phase("save")
-            raise AnomalyStop(f"{stopped}; checkpoint saved in {self.save_state()}") from stopped
+            line = f"{stopped}; checkpoint saved in {self.save_state()}"
+            beside = self._saved_beside()
+            raise AnomalyStop(f"{line}; {beside}" if beside else line) from stopped
+
+    def _saved_beside(self) -> str | None:
+        """What to do with a checkpoint that was saved in another run's directory."""
+        if (holder := self.checkpointer.holder) is None:
+            return None
+        return (
+            f"another run ({holder}) is using --ckpt_path: move that checkpoint into a directory of its own and start "
+            "the same command with --load_checkpoint and this directory as --ckpt_path"
+        )

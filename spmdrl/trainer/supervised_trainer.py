@@ -27,7 +27,7 @@ from spmdrl.trainer.checkpoint import Shards
 from spmdrl.trainer.export import hf_config_to_save, save_hf
 from spmdrl.trainer.fingerprints import describe
 from spmdrl.trainer.objectives import Objective, Setting, row_chunks
-from spmdrl.trainer.saving import Saver
+from spmdrl.trainer.saving import Saver, fit
 from spmdrl.trainer.update import Metrics, add_metrics, optimizer_step
 
 EVALUATED_ROWS = 256  # of all ranks at a time: enough to find sequences of similar length
@@ -40,6 +40,7 @@ class SupervisedTrainer:
     def __init__(self, config: SupervisedConfig, objective: Objective):
         self.config, self.objective = config, objective
         optim = config.optim
+        self.save_path = Path(config.checkpoint.save_path).expanduser().absolute()  # whatever directory it is later
         seed_everything(config.seed, config.full_determinism)
         self.tokenizer = load_tokenizer(config.model)
         self.end_ids = checkpoint_eos_token_ids(config.model, self.tokenizer)
@@ -58,7 +59,8 @@ class SupervisedTrainer:
         self.eval_every = self.sampler.steps_per_episode if every == -1 else every
         for line in self._description():
             comm.say(line)
-        self.saver = Saver(self, config.checkpoint, describe(config, dataset=self.train_set))
+        description, keeps_best = describe(config, dataset=self.train_set), self.eval_set is not None
+        self.saver = Saver(self, config.checkpoint, description, keeps_best=keeps_best)
         self.tracker = Tracker(
             config.tracking,
             save_path=config.checkpoint.save_path,
@@ -85,7 +87,7 @@ class SupervisedTrainer:
         self.eval_metrics: dict[str, float] = {}  # of the last evaluation
         self.saver.restore()
         if comm.is_main():
-            save_config(config, Path(config.checkpoint.save_path, "config.yaml").expanduser())
+            save_config(config, self.save_path / "config.yaml")
 
     def _load_sets(self) -> tuple[SupervisedSet, SupervisedSet | None]:
         data, objective = self.config.data, self.objective
@@ -127,8 +129,9 @@ class SupervisedTrainer:
                 self.finish_step(metrics)  # evaluation, logs, checkpoint
             self.saver.finish()
             with self.phase("save"):
-                self.export(Path(self.config.checkpoint.save_path).expanduser(), "--save_path")
+                self.export(self.save_path, "--save_path")
         self.tracker.close()
+        self.saver.finish_run(self.save_path)
 
     def train(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step; its metrics over all ranks."""
@@ -220,6 +223,6 @@ def main(config: SupervisedConfig, objective: Objective) -> None:
 
     def program() -> None:
         quiet_libraries(is_main=comm.is_main())
-        SupervisedTrainer(config, objective).fit()
+        fit(lambda: SupervisedTrainer(config, objective))
 
     guard.run(program, config.deepspeed.local_rank, config.stopping)

@@ -191,10 +191,14 @@ def test_the_size_limit_counts_own_checkpoints_only_and_keeps_the_newest(tmp_pat
     size = checkpoint_folder.Manifest.read(tmp_path / "step_001000").num_bytes
     assert 4000 < size < 10_000
     checkpointer = started(tmp_path, 1, 2, 3, max_ckpt_num=10)
-    limits = {"max_num": 10, "run": checkpointer.run}
-    checkpoint_folder._prune(tmp_path, max_bytes=2 * size + 100, **limits)
+
+    def prune(max_bytes):
+        own = [(folder, m) for folder, m in checkpoint_folder._scan(tmp_path)[0] if m.run == checkpointer.run]
+        checkpoint_folder._prune(own, max_num=10, max_bytes=max_bytes)
+
+    prune(2 * size + 100)
     assert names(tmp_path) == ["step_000002", "step_000003", "step_001000"]
-    checkpoint_folder._prune(tmp_path, max_bytes=1, **limits)
+    prune(1)
     assert names(tmp_path) == ["step_000003", "step_001000"]
 
 
