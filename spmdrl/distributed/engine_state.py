@@ -192,6 +192,19 @@ def _holders(engine: Any) -> Iterator[Tensor]:
         yield from (piece.holder for piece in _pieces(engine))
 
 
+def state_tensors(engine: Any, *, weights: bool) -> Iterator[Tensor]:
+    """What an engine has in memory between two optimizer steps: master weights, moments, room for gradients, and the
+    weights themselves or, without `weights`, nothing that shares memory with them."""
+    outer = engine.optimizer
+    own = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
+    states = [value for state in _optimizer(engine).state.values() for value in state.values()]
+    grads = [*getattr(outer, "fp32_groups_gradients_flat", ()), getattr(outer, "grad_partitions_flat_buffer", None)]
+    kept = set() if weights else {tensor.untyped_storage().data_ptr() for tensor in own}
+    for tensor in [*own, *_holders(engine), *states, *grads]:
+        if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in kept:
+            yield tensor
+
+
 def _optimizer(engine: Any) -> torch.optim.Optimizer:
     return engine.basic_optimizer
 

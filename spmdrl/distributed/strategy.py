@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spmdrl.config import DeepSpeedConfig, OptimizerConfig
 from spmdrl.distributed import comm
 from spmdrl.distributed.cpu_adam import cpu_adam_class
+from spmdrl.distributed.offload import HostCopy
 from spmdrl.distributed.step_gate import install_gate
 from spmdrl.errors import UserError
 
@@ -46,6 +47,7 @@ class Strategy:
         """A DeepSpeed engine that trains `model` over `total_steps` optimizer steps."""
         from transformers import get_scheduler
 
+        self._check_grad_accum_dtype()
         optimizer = self._optimizer(model, learning_rate)
         extra = {"min_lr_rate": self.optim.min_lr_ratio} if "with_min_lr" in self.optim.lr_scheduler else {}
         scheduler = get_scheduler(
@@ -58,9 +60,17 @@ class Strategy:
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=scheduler, config=self._ds_config(trainable=True)
         )
-        engine.step_gate = install_gate(engine, self.optim.max_norm)
+        engine.step_gate, engine.host_copy = install_gate(engine, self.optim.max_norm), HostCopy(engine)
         engine.eval()
         return engine
+
+    def _check_grad_accum_dtype(self) -> None:
+        wanted, own = self.config.grad_accum_dtype, "bf16" if self.dtype == torch.bfloat16 else "fp32"
+        if self.config.zero_stage == 0 and wanted not in (None, own):
+            raise UserError(
+                f"--grad_accum_dtype {wanted} needs --zero_stage 1, 2 or 3: without ZeRO DeepSpeed accumulates "
+                f"gradients as it computes, here in {own}"
+            )
 
     def frozen(self, model: nn.Module) -> nn.Module:
         """`model` for inference only: sharded under ZeRO-3, otherwise whole on this rank's device."""
@@ -151,15 +161,11 @@ class Strategy:
     def states_offloaded(self, engine: Any, *, enabled: bool, keeps_weights: bool = False) -> Iterator[None]:
         """The engine's training states, and its weights unless they are needed, in host memory while the device
         belongs to the engine that samples."""
-        movable = enabled and comm.device().type == "cuda" and not self.config.adam_offload
-        if movable := movable and engine.zero_optimization_stage() == 3:
-            engine.offload_states(include=_training_states() if keeps_weights else None)
-            torch.cuda.empty_cache()
-        try:
+        if not enabled or comm.device().type == "cpu":
             yield
-        finally:
-            if movable:
-                engine.reload_states()
+            return
+        with engine.host_copy.holds(comm.device().type, weights=not keeps_weights):
+            yield
 
     @contextmanager
     def on_device(self, model: Any) -> Iterator[Any]:
@@ -174,13 +180,6 @@ class Strategy:
             if rests_on_host:
                 model.to("cpu")
                 torch.cuda.empty_cache()
-
-
-def _training_states() -> list[Any]:
-    """What a ZeRO-3 engine does not need while its weights are read."""
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
-
-    return [State.optim_states, State.hp_params, State.lp_grads, State.contiguous_grad_buffer]
 
 
 def _ndim(param: nn.Parameter) -> int:
