@@ -7,6 +7,7 @@ another row's response to the same prompt.
 import hashlib
 import json
 import os
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -67,6 +68,7 @@ class Rendered:
 
     texts: list[Marked]
     targets: dict[str, float]
+    must_differ: bool = False  # or there is nothing to learn from them
 
 
 # A row's sequences, or why it is left out.
@@ -135,7 +137,7 @@ class PairRows:
         sides = self._conversations(at) if isinstance(self.shape, ChatTemplate) else self._texts(at)
         if isinstance(sides, str):
             return sides
-        return Rendered(sides, {"margin": self._margin(at)} if self.with_margin else {})
+        return Rendered(sides, {"margin": self._margin(at)} if self.with_margin else {}, must_differ=True)
 
     def _keys(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return (self.config.chosen_key, "--chosen_key"), (self.config.rejected_key, "--rejected_key")
@@ -234,9 +236,12 @@ class LabelledRows:
         """This row's prompt with the response of the next row that has another one; its own where there is none."""
         for shift in range(1, min(MAX_SHIFT, len(at.rows))):
             other = at.rows[(at.index + shift) % len(at.rows)]
-            if self._prompt_of(other) == self._prompt_of(at.row):
+            try:
+                if self._prompt_of(other) == self._prompt_of(at.row):
+                    continue
+                sequence = self._sequence(at, self._with_response_of(at.row, other))
+            except (UserError, KeyError):  # what is wrong with the other row is said when its own turn comes
                 continue
-            sequence = self._sequence(at, self._with_response_of(at.row, other))
             if isinstance(sequence, Rendered):
                 return sequence
         own = self._sequence(at, at.row)
@@ -244,16 +249,14 @@ class LabelledRows:
         return own
 
     def _prompt_of(self, row: Row) -> Any:
-        cell = row.get(self.config.input_key)
-        return cell if self.config.output_key is not None or not isinstance(cell, list) else cell[:-1]
+        cell = row[self.config.input_key]
+        return cell if self.config.output_key is not None else to_messages(cell)[:-1]
 
     def _with_response_of(self, row: Row, other: Row) -> Row:
-        """`other` may lack a column, which is said when its own turn comes: the row then keeps its response."""
         key, output = self.config.input_key, self.config.output_key
         if output is not None:
-            return {**row, output: other.get(output, row[output])}
-        theirs = other.get(key)
-        return {**row, key: [*to_messages(row[key])[:-1], *to_messages(theirs)[-1:]]} if theirs else row
+            return {**row, output: other[output]}
+        return {**row, key: [*to_messages(row[key])[:-1], *to_messages(other[key])[-1:]]}
 
 
 def _row(texts: list[Marked]) -> Rendered:
@@ -266,7 +269,7 @@ def _is_empty(messages: list[Message]) -> bool:
 
 def _number(at: RowAt, key: str, flag: str) -> float:
     value = at.cell(key, flag)
-    if not isinstance(value, (int, float)) or value != value:
+    if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise UserError(f"{at.rows.where(at.index)}: {key!r} ({flag}) is {describe_value(value)}, expected a number")
     return float(value)
 
@@ -359,11 +362,13 @@ def build_set(
             for row in kept:
                 ended = [_ended(next(encoded), tokenizer.eos_token_id, end_ids) for _ in row.texts]
                 sequences = [_cut(sequence, config.max_len, tokenizer.eos_token_id) for sequence in ended]
-                if all(any(sequence.mask[1:]) for sequence in sequences):
+                if not all(any(sequence.mask[1:]) for sequence in sequences):
+                    out.dropped[TOO_LONG if any(len(s.ids) > config.max_len for s in ended) else EMPTY] += 1
+                elif row.must_differ and sequences[0].ids == sequences[1].ids:
+                    out.dropped[EQUAL] += 1
+                else:
                     out.add(sequences, row.targets)
                     out.num_cut += sum(len(sequence.ids) > config.max_len for sequence in ended)
-                else:
-                    out.dropped[TOO_LONG if any(len(s.ids) > config.max_len for s in ended) else EMPTY] += 1
             bar.update(len(batch))
     if not len(out):
         raise UserError(f"no row is left: {out.describe()}; see --max_len and the key flags")

@@ -222,6 +222,16 @@ def test_pairs_with_nothing_to_compare_are_left_out_and_counted(tmp_path):
     assert rows.describe() == f"1 row from {tmp_path}/rows.jsonl ({reasons} dropped)"
 
 
+def test_pairs_that_come_out_equal_are_left_out_too(tmp_path):
+    """By a template that strips what it is given, or because they differ only beyond --max_len."""
+    stripping = make_tokenizer(chat_template=CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim"))
+    rows = [{"prompt": "Hello", "chosen": "Hi! ", "rejected": text} for text in ("Hi!", "No", "Hi!" + "x" * 50)]
+    rows.append({"prompt": "Hello", "chosen": "x" * 50 + "a", "rejected": "x" * 50 + "b"})
+    kept = pairs(tmp_path, rows, prompt_key="prompt", apply_chat_template=True, max_len=40, tokenizer=stripping)
+    assert [learned for _, learned in all_shown(kept)][:2] == [f"Hi!{EOS}", f"No{EOS}"]
+    assert (len(kept), kept.dropped) == (2, {"with two equal responses": 2})
+
+
 # ---- lengths --------------------------------------------------------------------------------------------------------
 def test_a_cut_sequence_ends_in_eos_but_does_not_learn_it(tmp_path):
     row = {"prompt": "Hello", "chosen": "abcdefghij", "rejected": "xyz"}
@@ -254,6 +264,29 @@ def test_a_labelled_response_comes_with_anothers_response_to_the_same_prompt(tmp
         (f"1 plus 1 = Hi!{EOS}", f"Hi!{EOS}"),
     ]
     assert rows.targets["label"].tolist() == [1, 1, 0, 0, 1, 1]
+
+
+def test_messages_in_json_are_of_the_same_prompt_as_their_list_is(tmp_path):
+    talks = [[user("Hello"), bot("Hi!")], [user("Hello"), bot("No")], [user("1 plus 1"), bot("2")]]
+    rows = labelled(
+        tmp_path, [{"input": cell, "label": 1} for cell in map(json.dumps, talks)], apply_chat_template=True
+    )
+    assert [learned for _, learned in all_shown(rows)][1::2] == [f"2{EOS}", f"2{EOS}", f"Hi!{EOS}"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "options", "message"),
+    [
+        ({"input": [{"text": "a"}]}, {"apply_chat_template": True}, "'input' (--input_key) message 1 has no role"),
+        ({"input": "b", "output": 5}, {"output_key": "output"}, "'output' (--output_key) is a number (5)"),
+        ({"input": "b", "output": None}, {"output_key": "output"}, "'output' (--output_key) is null"),
+    ],
+)
+def test_a_bad_row_is_not_said_to_be_the_one_that_borrows_its_response(tmp_path, bad, options, message):
+    fine = {"input": TALK if "output_key" not in options else "a", "output": "b", "label": True}
+    with pytest.raises(UserError) as error:
+        labelled(tmp_path, [fine, bad | {"label": False}], **options)
+    assert str(error.value).startswith(f"{tmp_path}/rows.jsonl line 2: {message}"), error.value
 
 
 # ---- what is wrong with a row ---------------------------------------------------------------------------------------
@@ -305,6 +338,13 @@ def test_bad_pairs_and_labels_are_named_too(tmp_path):
         labelled(tmp_path, [{"input": "a", "output": "b", "label": 2}], output_key="output")
     with pytest.raises(UserError, match=r"line 1: 'label' \(--label_key\) is .*, expected a number"):
         labelled(tmp_path, [{"input": "a", "output": "b", "label": "yes"}], output_key="output")
+
+
+@pytest.mark.parametrize("margin", ["1.5", None, float("nan"), float("inf"), -(10**400)])
+def test_a_margin_is_a_finite_number(tmp_path, margin):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
+    with pytest.raises(UserError, match=r"line 1: 'margin' \(--margin_loss\) is .*, expected a number"):
+        built(tmp_path, [row], PairDataConfig, lambda c, s: PairRows(c, s, with_margin=True), prompt_key="prompt")
 
 
 def test_a_set_without_a_usable_row_is_refused_with_the_reasons(tmp_path):
