@@ -15,15 +15,19 @@ from spmdrl.errors import UserError
 UNSUPPORTED_HEADS = {"final_logit_softcapping": "soft-capped logits", "logit_scale": "scaled logits"}
 
 
-def attention_kernel(wanted: str) -> str:
-    """The attention implementation for transformers; auto is flash-attn where it is installed and there is a GPU."""
+def attention_kernel(wanted: str, dtype: torch.dtype) -> str:
+    """The attention implementation for transformers; auto is flash-attn, which computes in bfloat16 only, where it is
+    installed and there is a GPU."""
     installed = importlib.util.find_spec("flash_attn") is not None
     if wanted == "auto":
-        return "flash_attention_2" if installed and torch.cuda.is_available() else "sdpa"
+        has_flash = installed and torch.cuda.is_available() and dtype == torch.bfloat16
+        return "flash_attention_2" if has_flash else "sdpa"
     if wanted == "flash_attention_2" and not installed:
         raise UserError(
             "--flash_attn: the package flash-attn is not installed: pip install flash-attn, or leave it out"
         )
+    if wanted == "flash_attention_2" and dtype != torch.bfloat16:
+        raise UserError("--attention flash_attention_2 (--flash_attn) computes in bfloat16 only, and this run in fp32")
     return wanted
 
 
@@ -91,7 +95,7 @@ def loading_options(hf_config: Any, config: LoadConfig, dtype: torch.dtype) -> d
     return {
         "config": hf_config,
         "dtype": dtype,
-        "attn_implementation": attention_kernel(config.attention),
+        "attn_implementation": attention_kernel(config.attention, dtype),
         "trust_remote_code": config.trust_remote_code,
     }
 

@@ -44,6 +44,7 @@ class VLLMEngine:
         self.tp = config.vllm_tensor_parallel_size
         self.group = comm.subgroup(self.tp) if self.tp > 1 else None
         self.can_sleep = config.vllm_enable_sleep and torch.cuda.is_available()
+        self.memory_share = config.vllm_gpu_memory_utilization
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         with _threads_kept(), _shared_memory_of_its_own(self.group):
             from vllm import LLM
@@ -133,19 +134,32 @@ class VLLMEngine:
             self.llm.sleep(level=2)  # weights are sent anew before every generate, so none are kept on the host
 
     def wake_up(self, tags: Sequence[str]) -> None:
-        if self.can_sleep:
+        """Raises UserError where the trainer has left too little of the device."""
+        if not self.can_sleep:
+            return
+        try:
             self.llm.wake_up(tags=list(tags))
+        except RuntimeError as error:
+            if "out of memory" not in str(error).lower():
+                raise
+            raise UserError(
+                f"no room on the device for vLLM's {' and '.join(tags)} beside the trainer: lower "
+                f"--vllm_gpu_memory_utilization, now {self.memory_share:g}, or what the trainer takes, with "
+                "--zero_stage 3 or --ref_reward_offload"
+            ) from error
 
 
 def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
     """Runs on vLLM's worker: its `reload_weights`, but returns the names of its own weights that were not loaded."""
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.get_model()
     wanted = {name for name, _ in model.named_parameters()}
-    initialize_layerwise_reload(model)
-    loaded = model.load_weights(weights)
-    finalize_layerwise_reload(model, worker.vllm_config.model_config)
+    with set_current_vllm_config(worker.vllm_config):
+        initialize_layerwise_reload(model)
+        loaded = model.load_weights(weights)
+        finalize_layerwise_reload(model, worker.vllm_config.model_config)
     _repack_tied(model)
     return set() if loaded is None else wanted - loaded
 
