@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from spmdrl.config.flags import flags_of, values_of
 from spmdrl.config.registry import ALGOS, dict_of_strings
@@ -189,8 +189,8 @@ def check_rewards(config: Any) -> None:
             f"one for each, in this order"
         )
     for url in reward.servers:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        parts = _split_url(url)
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
             raise UserError(f"--remote_rm_url {url}: a reward server is http://host:port/path")
         if parts.username or parts.password:
             raise UserError(
@@ -204,6 +204,15 @@ def check_rewards(config: Any) -> None:
         )
     if reward.remote_rm_timeout != 600 and not reward.servers:
         raise UserError("--remote_rm_timeout changes nothing without a server in --remote_rm_url")
+
+
+def _split_url(url: str) -> SplitResult | None:
+    """None for what is no URL, such as one with the port 99999."""
+    try:
+        parts = urlsplit(url)
+        return parts if parts.port != 0 and url.isprintable() and " " not in url else None
+    except ValueError:
+        return None
 
 
 def check_kl(config: PPOConfig) -> None:

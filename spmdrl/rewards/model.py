@@ -46,7 +46,10 @@ class ModelReward:
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
         """Scores of B samples. Raises RewardError for one that is not finite."""
-        sequences = self.encode(batch)
+        try:
+            sequences = self.encode(batch)
+        except UserError as error:
+            raise UserError(f"{self.where}: {error}") from error
         for sequence, sample in zip(sequences, batch.sample_ids, strict=True):
             if self.max_len is not None and len(sequence) > self.max_len:
                 raise UserError(f"{self.where}: {sample} has {len(sequence)} tokens, the model reads {self.max_len}")
@@ -80,7 +83,7 @@ def policy_ids(batch: RewardBatch) -> Sequence[Tensor]:
 def make_encoder(tokenizer: Any, own: Any, *, apply_chat_template: bool) -> tuple[Encoder, str]:
     """How a reward model with the tokenizer `own` reads what a policy with `tokenizer` wrote, and one line about it.
 
-    Ids are reused where both mean the same by them and the prompts have the template that the reward model knows;
+    Ids are reused where both mean the same by them, begin texts alike and use the same template for prompts;
     else responses, decoded, are put after the prompt in its own template and encoded by its own tokenizer.
     """
     renders = apply_chat_template and bool(own.chat_template)
@@ -88,6 +91,8 @@ def make_encoder(tokenizer: Any, own: Any, *, apply_chat_template: bool) -> tupl
         reason = "its tokenizer is another one"
     elif renders and own.chat_template != tokenizer.chat_template:
         reason = "its chat template is another one"
+    elif encode_texts(tokenizer, ["a"]) != encode_texts(own, ["a"]):
+        reason = "its texts begin otherwise"  # one of the two puts a BOS in front
     else:
         return policy_ids, "reads the ids of the policy"
     how = "in its own chat template" if renders else "with the text around it that the policy sees"
@@ -110,7 +115,11 @@ class _TextEncoder:
         query, ending = batch.queries[i], self.ending if batch.endings[i] else ""
         if self.render is None:
             return query + ending
-        return self.render(batch.cells[i]) + query[len(batch.prompts[i]) :] + ending
+        try:
+            prompt = self.render(batch.cells[i])
+        except UserError as error:  # a template may refuse system messages, say, which the policy's takes
+            raise UserError(f"the prompt of {batch.sample_ids[i]} {error}") from error
+        return prompt + query[len(batch.prompts[i]) :] + ending
 
 
 def _end_of_turn(tokenizer: Any) -> str:

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import torch
 
 from spmdrl.distributed import preemption, whereabouts
-from spmdrl.errors import first_line
+from spmdrl.errors import UserError, first_line
 from spmdrl.rewards.function import read_output
 from spmdrl.rewards.source import NOTHING, RewardBatch, RewardError, RewardOutput
 
@@ -52,7 +52,7 @@ class RemoteReward:
 
     def __init__(self, urls: Sequence[str], *, timeout_s: float, batch_size: int, first: int = 0):
         self.urls, self.timeout_s, self.batch_size, self.first = list(urls), timeout_s, batch_size, first
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = bearer_token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._uses_proxies = {url: not is_local(urlsplit(url).hostname or "") for url in self.urls}
 
@@ -88,7 +88,13 @@ class RemoteReward:
         """Proxies of the environment are used for servers elsewhere only. Redirects are not followed."""
         import httpx2
 
-        return httpx2.AsyncClient(headers=self._headers, trust_env=self._uses_proxies[url], timeout=None)
+        try:
+            return httpx2.AsyncClient(headers=self._headers, trust_env=self._uses_proxies[url], timeout=None)
+        except (ImportError, ValueError, OSError) as error:  # a proxy or certificate that cannot be used
+            raise RewardError(
+                f"reward server {url}: cannot be asked with the proxies and certificates that the environment names: "
+                f"{first_line(error)}"
+            ) from None
 
     def _part(self, batch: RewardBatch, start: int) -> "_Part":
         rows = slice(start, start + self.batch_size)
@@ -127,6 +133,15 @@ class RemoteReward:
                     raise RewardError(f"reward server {server.url}: {fault}, tried {tries} times{within}") from None
                 logger.warning("Reward server %s: %s; trying again in %.1f s", server.url, fault, wait)
             await asyncio.sleep(wait)
+
+
+def bearer_token() -> str | None:
+    """Of the environment; without the line break that a file may have left. Raises UserError, which does not show it,
+    for one that no header can hold."""
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise UserError(f"the token in {TOKEN_VARIABLE} has characters that no HTTP header can hold")
+    return token or None
 
 
 async def _done_or_asked_to_stop(tasks: Sequence["asyncio.Task[RewardOutput]"]) -> bool:

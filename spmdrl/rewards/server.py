@@ -7,7 +7,6 @@ import asyncio
 import hmac
 import json
 import math
-import os
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -30,7 +29,7 @@ from spmdrl.errors import UserError
 from spmdrl.models.tokenizer import encode_texts, load_tokenizer
 from spmdrl.models.value_head import load_reward_model
 from spmdrl.rewards.model import score_sequences
-from spmdrl.rewards.remote import TOKEN_VARIABLE
+from spmdrl.rewards.remote import TOKEN_VARIABLE, bearer_token
 
 MAX_CONNECTIONS = 256  # more are answered by 503, which clients try again
 GRACE_S = 30  # for requests under way when the server is told to stop
@@ -198,7 +197,7 @@ def load_app(config: ServeRMConfig) -> Starlette:
         batch_size=config.batch_size,
         max_len=config.max_len or positions,
         max_request_bytes=int(config.max_request_mb * 2**20),
-        token=os.environ.get(TOKEN_VARIABLE),
+        token=bearer_token(),
     )
 
 
@@ -207,7 +206,7 @@ def serve(config: ServeRMConfig) -> None:
     listener = listen(config.host, config.port)
     app = load_app(config)
     host, port = listener.getsockname()[:2]
-    if not os.environ.get(TOKEN_VARIABLE) and not is_loopback(config.host):
+    if bearer_token() is None and not is_loopback(config.host):
         comm.say(f"warning: whoever reaches {host}:{port} can ask; {TOKEN_VARIABLE} would ask them for a token")
     comm.say(f"serving {config.reward_pretrain} at http://{f'[{host}]' if ':' in host else host}:{port}/get_reward")
     settings = uvicorn.Config(

@@ -180,6 +180,28 @@ def test_ids_are_reused_where_they_mean_the_same(own, apply_chat_template):
     assert encode(batch_of("a", "b", sequences=sequences)) is sequences
 
 
+@pytest.mark.parametrize(("policys", "own"), [("tokenizer", "unused"), ("unused", "tokenizer"), ("both", "template")])
+def test_a_model_whose_texts_begin_otherwise_reads_them_as_it_was_trained_to(policys, own):
+    """The same vocabulary, and a BOS in front of the texts of one of the two only."""
+    policy, own = make_tokenizer(bos=policys, chat_template=None), make_tokenizer(bos=own, chat_template=None)
+    encode, line = make_encoder(policy, own, apply_chat_template=False)
+    assert line.startswith("its texts begin otherwise: responses are decoded, and encoded again")
+    (query,) = encode_texts(policy, [f"Hi: 2{EOS}"])
+    batch = batch_of(f" 2{EOS}", prompt="Hi:", sequences=[torch.tensor(query)])
+    assert [ids.tolist() for ids in encode(batch)] == encode_texts(own, [f"Hi: 2{EOS}"]) != [query]
+
+
+def test_a_prompt_that_its_template_refuses_is_named():
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + OTHER_TEMPLATE
+    policy, own = make_tokenizer(), make_tokenizer(chat_template=refusing)
+    encode, _ = make_encoder(policy, own, apply_chat_template=True)
+    cell = [{"role": "system", "content": "Sum."}, {"role": "user", "content": "1+1"}]
+    reward = ModelReward("reward model m", lambda sequences: torch.zeros(len(sequences)), encode)
+    message = "^reward model m: the prompt of row 1, sample 0 is refused by the chat template"
+    with pytest.raises(UserError, match=message):
+        reward(batch_of("2", prompt=ChatRenderer(policy)(cell), cell=cell))
+
+
 def test_a_tokenizer_that_adds_bos_adds_one(tmp_path):
     path = make_reward_model(tmp_path / "bos", bos="tokenizer")
     own = AutoTokenizer.from_pretrained(path)

@@ -90,6 +90,22 @@ def test_a_token_goes_along_and_is_in_no_message(monkeypatch):
     assert remote.TOKEN_VARIABLE in message
 
 
+@pytest.mark.parametrize("token", ["s3cret\n", " s3cret"])
+def test_a_token_from_a_file_has_no_line_break(monkeypatch, token):
+    monkeypatch.setenv(remote.TOKEN_VARIABLE, token)
+    with RewardServer(lengths) as server:
+        ask(server.url)
+    assert server.headers[0]["Authorization"] == "Bearer s3cret"
+
+
+@pytest.mark.parametrize("token", ["s3crét", "s3\ncret"])
+def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(monkeypatch, token):
+    monkeypatch.setenv(remote.TOKEN_VARIABLE, token)
+    with pytest.raises(UserError) as error:
+        remote.RemoteReward(["http://127.0.0.1:9/x"], timeout_s=1, batch_size=1)
+    assert str(error.value) == f"the token in {remote.TOKEN_VARIABLE} has characters that no HTTP header can hold"
+
+
 # ---- what passes ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_faults_that_pass_are_tried_again(status):
@@ -253,6 +269,22 @@ def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(mo
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("HTTP_PROXY", "ftp://proxy:9"), ("ALL_PROXY", "socks9://proxy:9"), ("SSL_CERT_FILE", "/no/file")],
+)
+def test_a_proxy_or_certificate_that_cannot_be_used_is_one_line(monkeypatch, name, value):
+    """Where the environment counts, which is for servers outside private networks."""
+    monkeypatch.setattr(remote, "is_local", lambda host: False)
+    monkeypatch.setenv(name, value)
+    with RewardServer(lengths) as server:
+        message = refusal(server.url)
+        assert server.num_requests == 0
+    assert message.startswith(
+        f"reward server {server.url}: cannot be asked with the proxies and certificates that the"
+    )
+
+
+@pytest.mark.parametrize(
     ("host", "local"),
     [
         *((host, True) for host in ("127.0.0.1", "::1", "localhost", "10.1.2.3", "192.168.0.7", "nobody-knows-me")),
@@ -269,6 +301,10 @@ def test_hosts_that_are_reached_without_a_proxy(host, local):
     [
         ("--remote_rm_url ftp://host/x", "--remote_rm_url ftp://host/x: a reward server is http://host:port/path"),
         ("--remote_rm_url http:///x", "--remote_rm_url http:///x: a reward server is http://host:port/path"),
+        *(
+            (f"--remote_rm_url {url}", f"--remote_rm_url {url}: a reward server is http://host:port/path")
+            for url in ("http://[::1/x", "http://a:99999/x", "http://a:port/x", "http://a:0/x")
+        ),
         ("--remote_rm_url http://a/x,reward.py", "either servers or one Python file"),
         ("--remote_rm_timeout 5", "--remote_rm_timeout changes nothing without a server in --remote_rm_url"),
         ("--remote_rm_url http://a/x --remote_rm_timeout 0", "--remote_rm_timeout must be above 0, got 0.0"),

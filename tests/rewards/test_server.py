@@ -134,6 +134,13 @@ def test_a_token_is_asked_for():
         assert httpx2.get(f"{url}/health", trust_env=False).status_code == 200
 
 
+def test_the_server_reads_the_token_as_its_clients_do(reward_model, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret\n")
+    with serving(load_app(config_of("--reward_pretrain", reward_model))) as url:
+        assert post(url, json={"query": ["a"]}).status_code == 401
+        assert post(url, json={"query": ["a"]}, headers={"Authorization": "Bearer s3cret"}).status_code == 200
+
+
 def test_a_forward_that_fails_is_an_error_of_its_requests_alone():
     def score(sequences):
         if any(0x58 in ids.tolist() for ids in sequences):  # X
