@@ -160,14 +160,12 @@ class SupervisedTrainer:
     def evaluate(self, rows: SupervisedSet) -> dict[str, float]:
         """The metrics of all held-out rows, as if they were one step. A collective."""
         counts, totals = self.objective.counts(rows), dict[str, torch.Tensor]()
-        self.engine.eval()
         with self.phase("evaluate", len(rows)) as progress, torch.no_grad():
             for samples in row_chunks(rows, EVALUATED_ROWS):
                 for part in self.objective.parts(self.engine, samples):
                     for exp in part.micro_batches(self.config.optim.micro_train_batch_size):
                         add_metrics(totals, part.loss(self.engine, exp, counts)[1])
                 progress.update(len(samples) // rows.group_size)
-        self.engine.train()
         return self._over_ranks(totals, "eval")
 
     def _over_ranks(self, metrics: Metrics, prefix: str) -> dict[str, float]:

@@ -325,6 +325,20 @@ def stop_after(trainer, steps):
 
 
 @SLOW
+def test_dropout_acts_in_optimizer_steps_only(tmp_path, one_rank, inputs):
+    """Neither on held-out rows nor on KTO's baseline, whatever came before."""
+    flags = {"lora_rank": 2, "lora_dropout": 0.5, "learning_rate": 1e-2}
+    trainer = build("kto", tmp_path, **inputs, **flags)
+    assert trainer.eval_set is not None
+    samples = trainer.train_set.samples(range(4))
+    trainer.train(samples)
+    seen = []
+    for _ in range(2):
+        seen.append((trainer.evaluate(trainer.eval_set), trainer.objective.estimate_kl(trainer.engine, samples[1::2])))
+    assert seen[0] == seen[1]
+    assert seen[0][1] != 0
+
+
 def test_the_best_model_is_kept_apart_from_the_last(tmp_path, one_rank, inputs):
     """A learning rate that destroys what it learned: the best held-out loss is not the last."""
     trainer = run("sft", tmp_path, **inputs, max_epochs=2, learning_rate=0.03, eval_steps=1, lr_scheduler="constant")
