@@ -7,7 +7,7 @@ TORCH := $(shell sed -n 's/^torch==\(.*\)/torch==\1+cpu/p' requirements/cpu.txt)
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-slow lint format lock bench clean
+.PHONY: setup demo test test-slow test-gpu lint format lock bench clean
 
 setup: $(VENV)/.installed
 
@@ -27,6 +27,9 @@ test: setup
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+
+test-gpu: # with the python of this shell, into which requirements.txt and .[dev] are installed
+	python -m pytest -v -m gpu tests/test_gpu.py
 
 lint: setup
 	$(BIN)/ruff check .

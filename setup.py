@@ -13,6 +13,7 @@ setup(
         "vllm": ["vllm"],
         "flash-attn": ["flash-attn"],
         "peft": ["peft"],
+        "4bit": ["bitsandbytes"],
         "wandb": ["wandb"],
         "tensorboard": ["tensorboard"],
         "plot": ["matplotlib"],

@@ -3,6 +3,9 @@ import os
 import pytest
 import torch
 
+# Tests compute on the host, also where there are GPUs. Those of test_gpu.py see these in processes of their own.
+os.environ.setdefault("SPMDRL_TEST_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks the hub, before its libraries are imported
 
 

@@ -132,12 +132,6 @@ def test_bools_and_ints_are_numbers(load, expression):
     assert rewards_of(returning(load, expression)) == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gpu_tensor_comes_back_to_the_host(load):
-    assert rewards_of(returning(load, "torch.tensor([1.0, 2.0, 3.0], device='cuda')")) == [1.0, 2.0, 3.0]
-
-
 def test_dict_with_scores_and_logs(load):
     function = returning(
         load,
