@@ -15,7 +15,7 @@ SEQUENCES = torch.tensor([[5, 6, 7, 8, 9, 10]])
 MASK = torch.ones(1, 5, dtype=torch.bool)
 
 
-def build(strategy, path, role):
+def build(strategy, path, role, reentrant):
     """An engine of the actor or critic, with adapters and gradient checkpointing."""
     from spmdrl.config import LoraConfig, ModelConfig
     from spmdrl.models.actor import Actor
@@ -24,7 +24,7 @@ def build(strategy, path, role):
     from spmdrl.models.value_head import load_value_model
     from spmdrl.trainer.build import enable_checkpointing
 
-    config = ModelConfig(pretrain=path, gradient_checkpointing=True)
+    config = ModelConfig(pretrain=path, gradient_checkpointing=True, gradient_checkpointing_use_reentrant=reentrant)
     with strategy.loading():
         if role == "actor":
             module = Actor(load_causal_lm(config, dtype=torch.float32))
@@ -58,7 +58,7 @@ def stepper(strategy, engine, role):
     return partial(ValueUpdate(strategy, CriticConfig(), strategy.optim).optimizer_step, engine, samples)
 
 
-def train(path, folder, zero_stage, role):
+def train(path, folder, zero_stage, role, reentrant=False):
     """Three optimizer steps; the adapter is saved in `folder`. What the model says before, after and without adapters,
     and the weights that the engine would get."""
     from spmdrl.config import ModelConfig
@@ -68,7 +68,7 @@ def train(path, folder, zero_stage, role):
     from spmdrl.trainer.export import hf_config_to_save, save_hf
 
     strategy = make_strategy(zero_stage)
-    engine = build(strategy, path, role)
+    engine = build(strategy, path, role, reentrant)
     step = stepper(strategy, engine, role)
     seen = {"before": say(engine)}
     step()
@@ -86,7 +86,7 @@ def train(path, folder, zero_stage, role):
 
 def train_each(path, folder, *runs):
     """In one process a rank: starting ranks takes longer than the training."""
-    return {(stage, role): train(path, f"{folder}/{role}{stage}", stage, role) for stage, role in runs}
+    return {run: train(path, f"{folder}/{'_'.join(map(str, run))}", *run) for run in runs}
 
 
 @pytest.mark.slow
@@ -97,17 +97,18 @@ def test_every_stage_trains_the_adapters_alike_and_saves_them_whole(tmp_path):
     path = make_model(tmp_path / "model", "llama")
     alone = run_ranks(1, train_each, path, str(tmp_path / "alone"), (0, "actor"), (0, "critic"))[0]
     runs = [(0, "actor"), (1, "actor"), (2, "actor"), (3, "actor"), (0, "critic"), (3, "critic")]
+    runs += [(2, "actor", True), (3, "actor", True), (3, "critic", True)]  # torch's older checkpointing
     first, second = run_ranks(2, train_each, path, str(tmp_path / "two"), *runs)
     classes = {"actor": AutoModelForCausalLM, "critic": AutoModelForSequenceClassification}
     bases = {role: cls.from_pretrained(path, dtype=torch.float32, num_labels=1) for role, cls in classes.items()}
-    for (stage, role), seen in first.items():
-        expected = alone[0, role]
+    for run, seen in first.items():
+        role, expected = run[1], alone[0, run[1]]
         assert_same_weights(seen["adapter"], expected["adapter"], atol=2e-5)
         assert_same_weights(seen["merged"], expected["merged"], atol=2e-5)
-        assert_same_weights(second[stage, role]["adapter"], seen["adapter"], atol=0)
+        assert_same_weights(second[run]["adapter"], seen["adapter"], atol=0)
         assert role == "critic" or torch.equal(seen["without"], seen["before"])  # the critic's head is trained
         assert (seen["after"] - seen["before"]).abs().max() > 0.01
-        folder = tmp_path / "two" / f"{role}{stage}"
+        folder = tmp_path / "two" / "_".join(map(str, run))
         saved = load_file(folder / "adapter_model.safetensors")
         assert saved.keys() == seen["adapter"].keys()
         assert len(saved) == 2 * 7 * 2 + (role == "critic")
