@@ -9,7 +9,7 @@ from torch import nn
 
 from spmdrl.config.merge import MergeLoraConfig
 from spmdrl.errors import UserError
-from spmdrl.models.loading import reading
+from spmdrl.models.loading import load_whole, reading
 from spmdrl.models.lora import MERGED_CONFIG
 from spmdrl.models.value_head import HF_HEAD
 
@@ -62,11 +62,12 @@ def _load_base(base: str, config: MergeLoraConfig) -> tuple[Any, torch.dtype]:
     """The base in fp32, and the dtype that it is saved in."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    options = {"dtype": "auto", "trust_remote_code": config.trust_remote_code}
+    source, options = f"the base {base}", {"dtype": "auto", "trust_remote_code": config.trust_remote_code}
     if config.is_rm:
-        model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, **options)
+        new = f"{HF_HEAD}."  # which the adapter brings
+        model = load_whole(AutoModelForSequenceClassification, base, source, new=new, num_labels=1, **options)
     else:
-        model = AutoModelForCausalLM.from_pretrained(base, **options)
+        model = load_whole(AutoModelForCausalLM, base, source, **options)
     dtype = model.dtype
     return model.float(), dtype
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from spmdrl.config import LoraConfig, ModelConfig
 from spmdrl.config.merge import MergeLoraConfig
@@ -245,6 +245,12 @@ def test_what_does_not_belong_together_is_not_merged(tmp_path):
     shallow = make_model(tmp_path / "shallow", num_layers=1)
     with pytest.raises(UserError, match=r"does not fit the base: .*layers\.1\..* 14 in all"):
         merge(folder, tmp_path / "merged", model_path=shallow)
+    headless = make_model(tmp_path / "headless")
+    weights = load_file(Path(headless, "model.safetensors"))
+    del weights["lm_head.weight"]
+    save_file(weights, Path(headless, "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"the base .*headless: weights are missing: lm_head\.weight, 1 in all"):
+        merge(folder, tmp_path / "merged", model_path=headless)
     narrow = make_model(tmp_path / "narrow", hidden_size=32)
     with pytest.raises(UserError, match="cannot load an adapter and its base"):
         merge(folder, tmp_path / "merged", model_path=narrow)
