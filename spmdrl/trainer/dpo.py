@@ -49,10 +49,10 @@ class DPO:
         return PairRows(self.config.data, shape, with_margin=False)
 
     def prepare(self, setting: Setting) -> None:
-        add_reference_log_probs(setting, self.config, self.config.dpo.ref_pretrain, are_pairs=True)
+        add_reference_log_probs(setting, self.config, self.config.dpo.ref_pretrain, group_size=2)
 
     def load_model(self, setting: Setting) -> nn.Module:
-        return load_policy(self.config, setting, are_pairs=True)
+        return load_policy(self.config, setting)
 
     def parts(self, engine: Any, samples: Sequence[Sample]) -> list[LossPart]:
         return [LossPart(samples, self.loss, group_size=2)]
@@ -95,11 +95,12 @@ def response_log_probs(engine: Any, exp: Experience) -> tuple[Tensor, Tensor]:
 
 
 def add_reference_log_probs(
-    setting: Setting, config: SupervisedConfig, ref_pretrain: str | None, *, are_pairs: bool
+    setting: Setting, config: SupervisedConfig, ref_pretrain: str | None, *, group_size: int
 ) -> None:
     """Score every sequence of the sets with the reference model: target "ref_log_probs", the sum over the response.
 
-    The model is built for this alone and freed again, before the one that trains is built. A collective.
+    Each `group_size` consecutive ones are scored together. The model is built for this alone and freed again, before
+    the one that trains is built. A collective.
     """
     flag, name = ("--ref_pretrain", ref_pretrain) if ref_pretrain else ("--pretrain", config.model.pretrain)
     strategy = setting.strategy
@@ -112,8 +113,8 @@ def add_reference_log_probs(
             **quantization(config.lora, strategy.dtype),  # as the policy's, which would differ from it by rounding
         )
     check_vocabulary(model, setting, f"{flag} {name}")
-    reference = strategy.frozen(Actor(model, layout=layout_of(config, model, are_pairs=are_pairs)))
-    size, group_size = config.optim.micro_train_batch_size, 2 if are_pairs else 1
+    reference = strategy.frozen(Actor(model, layout=layout_of(config, model)))
+    size = config.optim.micro_train_batch_size
     with strategy.on_device(reference):
         for rows in setting.sets:
             with setting.phase("ref_log_probs", rows.num_sequences) as progress:

@@ -41,7 +41,7 @@ class Distillation:
             model = load_causal_lm(replace(self.config.model, pretrain=name), dtype=strategy.dtype, flag=flag)
         check_vocabulary(model, setting, f"{flag} {name}")
         self.strategy = strategy
-        self.teacher = strategy.frozen(Teacher(model, layout=layout_of(self.config, model, are_pairs=False)))
+        self.teacher = strategy.frozen(Teacher(model, layout=layout_of(self.config, model)))
 
     def load_model(self, setting: Setting) -> nn.Module:
         return load_policy(self.config, setting, Student)

@@ -40,7 +40,7 @@ class KTO:
         return LabelledRows(self.config.data, shape)
 
     def prepare(self, setting: Setting) -> None:
-        add_reference_log_probs(setting, self.config, self.config.kto.ref_pretrain, are_pairs=False)
+        add_reference_log_probs(setting, self.config, self.config.kto.ref_pretrain, group_size=1)
 
     def load_model(self, setting: Setting) -> nn.Module:
         return load_policy(self.config, setting)

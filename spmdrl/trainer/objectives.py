@@ -19,7 +19,7 @@ from spmdrl.experience import Experience, Sample
 from spmdrl.models.actor import Actor
 from spmdrl.models.loading import load_causal_lm
 from spmdrl.models.lora import add_lora, quantization
-from spmdrl.models.packing import Layout, layout_for, packed, padded
+from spmdrl.models.packing import Layout, layout_for, packed
 from spmdrl.trainer.build import enable_checkpointing
 from spmdrl.trainer.update import LossPart, Metrics
 
@@ -95,9 +95,7 @@ class SFT:
         return metrics
 
 
-def load_policy(
-    config: SupervisedConfig, setting: Setting, wrap: type[Actor] = Actor, *, are_pairs: bool = False
-) -> Actor:
+def load_policy(config: SupervisedConfig, setting: Setting, wrap: type[Actor] = Actor) -> Actor:
     """The causal LM of --pretrain, as it is to be trained."""
     strategy = setting.strategy
     with strategy.loading():
@@ -105,14 +103,12 @@ def load_policy(
     check_vocabulary(model, setting, f"--pretrain {config.model.pretrain}")
     add_lora(model, config.lora, seed=config.seed)
     enable_checkpointing(model, config.model)
-    return wrap(model, layout=layout_of(config, model, are_pairs=are_pairs))
+    return wrap(model, layout=layout_of(config, model))
 
 
-def layout_of(config: SupervisedConfig, model: Any, *, are_pairs: bool) -> Layout:
-    """How micro-batches go through `model`. The two sides of a pair share their prompt where the model allows it."""
-    if config.data.packing_samples:
-        return packed
-    return layout_for(model) if are_pairs else padded
+def layout_of(config: SupervisedConfig, model: Any) -> Layout:
+    """How micro-batches go through `model`."""
+    return packed if config.data.packing_samples else layout_for(model)
 
 
 def check_vocabulary(model: Any, setting: Setting, source: str) -> None:

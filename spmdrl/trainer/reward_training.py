@@ -53,7 +53,7 @@ class RewardTraining:
             comm.say(f"reward model: {name} has no head, a new one is initialised")
         add_lora(model.model, config.lora, seed=config.seed)
         enable_checkpointing(model.model, config.model)
-        model.layout = layout_of(config, model.model, are_pairs=True)
+        model.layout = layout_of(config, model.model)
         return model
 
     def parts(self, engine: Any, samples: Sequence[Sample]) -> list[LossPart]:
