@@ -85,7 +85,7 @@ class FixedKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.value = state["value"]
+        """Nothing: where --init_kl_coef was changed, it is what it is now."""
 
 
 class AdaptiveKLController(FixedKLController):
@@ -101,3 +101,6 @@ class AdaptiveKLController(FixedKLController):
     def update(self, current: float, n_steps: int) -> None:
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = state["value"]

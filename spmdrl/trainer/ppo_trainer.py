@@ -51,7 +51,7 @@ from spmdrl.trainer.metrics import rollout_metrics
 from spmdrl.trainer.policy_update import PolicyUpdate
 from spmdrl.trainer.ptx import PtxLoss
 from spmdrl.trainer.rewarding import Rewarder, split_ending
-from spmdrl.trainer.run_state import batch_state, restored_batch
+from spmdrl.trainer.run_state import batch_state, check_fields, restored_batch
 from spmdrl.trainer.saving import Saver, fit
 from spmdrl.trainer.scoring import log_probs_of, score_samples
 from spmdrl.trainer.update import TrainBatch, train_on
@@ -402,6 +402,19 @@ class PPOTrainer:
             if name in state["parts"]:
                 part.load_state_dict(state["parts"][name])
         self.batch = restored_batch(work, work_of_ranks)
+        if self.batch is not None:
+            check_fields(self.batch, self._fields_to_train_on(self.batch))
+
+    def _fields_to_train_on(self, batch: TrainBatch) -> dict[str, str]:
+        """Fields that samples have by the time they are trained on, with the flags that ask for them."""
+        algo, needs = self.config.algo, dict[str, str]()
+        if self.critic is not None:
+            needs["values"] = f"--advantage_estimator {algo.advantage_estimator}"
+        if algo.old_log_probs == "trainer" and len(batch.chunks) > 1:
+            needs["log_probs"] = "--old_log_probs trainer"
+        if algo.use_kl_loss and self.ref_model is not None:
+            needs["ref_log_probs"] = "--use_kl_loss"
+        return needs
 
     def _stateful(self) -> dict[str, Any]:
         parts = {

@@ -1,7 +1,7 @@
 """Parts of a run's state that are no object's own, as JSON and tensors: random numbers, the samples under training."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.distributed import comm
+from spmdrl.errors import UserError
 from spmdrl.experience import Sample
 from spmdrl.trainer.update import TrainBatch
 
@@ -52,6 +53,18 @@ def restored_batch(state: dict[str, Any] | None, reports_of_ranks: Sequence[dict
         for role in roles
     }
     return TrainBatch(samples_from(state["samples"]), state["chunks"], merged)
+
+
+def check_fields(batch: TrainBatch, needed: Mapping[str, str]) -> None:
+    """Raise UserError where samples that were saved in the middle of training on them lack a field that is `needed` by
+    now, given with the flag that asks for it."""
+    for name, flag in needed.items():
+        if any(getattr(sample, name) is None for sample in batch.samples):
+            raise UserError(
+                "--load_checkpoint: the checkpoint is of the middle of a step, whose samples have no "
+                f"{name}, as {flag} needs: finish that step by the former flags first, or remove the "
+                "checkpoint to go on from the one before"
+            )
 
 
 def _merged(reports: Sequence[dict[str, float]]) -> dict[str, float]:

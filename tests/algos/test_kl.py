@@ -136,3 +136,9 @@ def test_a_fixed_weight_stays():
     controller = FixedKLController(0.1)
     controller.update(100.0, 1000)
     assert controller.value == 0.1
+
+
+def test_a_fixed_weight_is_that_of_the_flag_also_where_another_was_saved():
+    controller = FixedKLController(0.1)
+    controller.load_state_dict(FixedKLController(0.5).state_dict())
+    assert controller.value == 0.1

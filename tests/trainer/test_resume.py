@@ -267,6 +267,24 @@ def test_a_change_that_is_allowed_takes_effect(tmp_path, one_rank, one_step, cap
     assert [row["policy/lr"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1e-4] * 2
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"advantage_estimator": "gae"}, "values, as --advantage_estimator gae needs"),
+        ({"old_log_probs": "trainer"}, "log_probs, as --old_log_probs trainer needs"),
+        ({"use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 0.01}, "ref_log_probs, as --use_kl_loss needs"),
+    ],
+)
+def test_samples_that_were_not_scored_for_the_new_flags_are_one_line(tmp_path, one_rank, inputs, change, said):
+    """--allow_config_change in the middle of a step; the former flags go on."""
+    flags = {**inputs, "train_batch_size": 4, "old_log_probs": "engine", "init_kl_coef": 0}
+    assert stopped_at(None, tmp_path, updates=1, **flags) == "step_000002_update_000001"
+    with pytest.raises(UserError) as error:
+        build(tmp_path, **(flags | change), load_checkpoint=True, allow_config_change=True)
+    assert f"the middle of a step, whose samples have no {said}" in str(error.value)
+    build(tmp_path, **flags, load_checkpoint=True)
+
+
 def test_logs_go_on_after_the_step_that_was_saved(tmp_path, one_rank, inputs):
     """Rows of steps that are done again are dropped, those before stay."""
     flags = {**inputs, "save_steps": 2}
