@@ -183,11 +183,14 @@ def _raise_all(problems: list[str]) -> None:
 
 
 def save_config(config: Any, path: str | Path) -> None:
-    """Write every flag as yaml that --config reads back. Contains no secrets."""
+    """Write every flag as yaml that --config reads back. Contains no secrets. Raises UserError where it cannot."""
     import yaml
 
     # ASCII with escapes: with allow_unicode PyYAML writes U+0085 in a way that it reads back as a space.
-    Path(path).write_text(yaml.safe_dump(to_flat_dict(config), sort_keys=False), encoding="ascii")
+    try:
+        Path(path).write_text(yaml.safe_dump(to_flat_dict(config), sort_keys=False), encoding="ascii")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _print_help(cls: type) -> NoReturn:

@@ -5,6 +5,7 @@ checkpoint, `finished` one that says with what a run ended. Directories that beg
 on their way out.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -51,8 +52,10 @@ class Manifest:
         """Raises ValueError with what is wrong with `folder` as a checkpoint."""
         try:
             content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"no {MANIFEST} in it: not a whole checkpoint of this program") from None
+        except OSError as error:
+            raise ValueError(f"{MANIFEST} cannot be read: {error.strerror or error}") from None
         except (ValueError, RecursionError):
             raise ValueError(f"{MANIFEST} is damaged") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -226,9 +229,12 @@ def clear_away(root: Path) -> Sequence[Path]:
 
 
 def sync(folder: Path) -> None:
-    """Wait until the names in a directory are on the disk."""
+    """Wait until the names in a directory are on the disk, where the file system knows how."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(descriptor)

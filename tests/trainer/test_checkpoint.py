@@ -15,9 +15,10 @@ from spmdrl.config import CheckpointConfig
 from spmdrl.distributed import whereabouts
 from spmdrl.distributed.engine_state import Fragment
 from spmdrl.errors import UserError
-from spmdrl.trainer import checkpoint, checkpoint_folder, tensor_file
+from spmdrl.trainer import checkpoint, checkpoint_folder, directory_lock, tensor_file
 from spmdrl.trainer.checkpoint import Checkpointer
 from tests.ranks import run_ranks
+from tests.trainer.lock_holder import held_elsewhere
 
 DESCRIPTION = {"program": "PPOConfig", "flags": {"seed": 1}, "contents": {}}
 
@@ -249,6 +250,144 @@ def test_the_best_is_kept_apart(tmp_path):
     assert resume(tmp_path)[1] == 3
 
 
+def save_model(checkpointer, step):
+    checkpointer.save(f"step_{step:06d}", {}, {}, {}, export=lambda folder: folder.mkdir())
+    return checkpointer.finish()
+
+
+def test_models_alone_push_out_no_checkpoint_that_a_run_can_go_on_from(tmp_path):
+    """Nor the other way round: of each kind there are as many as --max_ckpt_num says."""
+    checkpointer = started(tmp_path, 1, max_ckpt_num=2)
+    for step in (2, 3, 4):
+        save_model(checkpointer, step)
+    assert names(tmp_path) == ["step_000001", "step_000003", "step_000004"]
+    for step in (5, 6, 7):
+        save(checkpointer, step)
+    assert names(tmp_path) == ["step_000003", "step_000004", "step_000006", "step_000007"]
+    own = checkpoint_folder._scan(tmp_path)[0]
+    checkpoint_folder._prune(own, max_num=10, max_bytes=1)
+    assert names(tmp_path) == ["step_000004", "step_000007"]
+    assert resume(tmp_path)[1] == 7
+
+
+def test_manifests_are_read_once_a_save(tmp_path, monkeypatch):
+    checkpointer, read = started(tmp_path, 1, 2, max_ckpt_num=5), []
+    own = checkpoint_folder.Manifest.read
+    monkeypatch.setattr(checkpoint_folder.Manifest, "read", lambda folder: (read.append(folder.name), own(folder))[1])
+    save(checkpointer, 3)
+    assert read == ["step_000001", "step_000002"]
+
+
+def test_thousands_of_foreign_directories_are_not_all_named(tmp_path, capsys):
+    started(tmp_path, 1)
+    for number in range(1000):
+        (tmp_path / f"foreign_{number}").mkdir()
+    assert resume(tmp_path)[1] == 1
+    ignored = [line for line in capsys.readouterr().out.splitlines() if "ignored: " in line]
+    assert len(ignored) == 21
+    assert ignored[-1] == f"ignored: 980 more directories in {tmp_path}"
+
+
+# ---- other runs -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(directory_lock, "PATIENCE_S", 0.0)
+
+
+def test_a_directory_in_use_is_refused_in_one_line_that_names_who_has_it(tmp_path, impatient):
+    with held_elsewhere(tmp_path) as holder:
+        with pytest.raises(UserError) as error:
+            make(tmp_path, load_checkpoint=True).claim()
+        (line,) = str(error.value).splitlines()
+        assert line.startswith(f"--ckpt_path {tmp_path} is in use by another run (pid {holder.pid} on ")
+        assert "wait until that has ended, or give this one a --ckpt_path of its own" in line
+        holder.kill()
+        holder.wait()
+        make(tmp_path, load_checkpoint=True).claim()
+
+
+def claim_held(folder):
+    checkpointer = make(folder, load_checkpoint=True)
+    try:
+        checkpointer.claim()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.slow
+def test_a_directory_in_use_is_refused_on_every_rank(tmp_path):
+    with held_elsewhere(tmp_path) as holder:
+        one, other = run_ranks(2, claim_held, tmp_path)
+        assert one == other
+        assert f"(pid {holder.pid} on " in one
+    assert run_ranks(2, claim_held, tmp_path) == [None, None]
+
+
+def test_without_the_directory_a_run_saves_beside_the_one_that_has_it(tmp_path):
+    """Its own name, no change of `latest`, and what it has written so far is not cleared away."""
+    first = started(tmp_path, 5)
+    first.lock.release()
+    latest = (tmp_path / "latest").read_text()
+    with held_elsewhere(tmp_path) as holder:
+        other = make(tmp_path)
+        assert other.find() is None
+        folder = save(other, 5)
+        assert folder == tmp_path / f"step_000005-{other.run[:8]}"
+        assert str(holder.pid) in other.holder
+        other.save("step_000006", {"numbers": Numbers()}, {"step": 6}, {})
+        checkpoint_folder.clear_away(tmp_path)
+        assert other.finish().is_dir()
+    assert (tmp_path / "latest").read_text() == latest
+    assert resume(tmp_path)[1] == 5
+    (tmp_path / "own").mkdir()
+    folder.rename(tmp_path / "own" / folder.name)
+    assert resume(tmp_path / "own")[1] == 5
+
+
+def test_a_run_that_saves_when_it_is_stopped_takes_a_directory_that_is_free(tmp_path):
+    started(tmp_path, 5)
+    other = make(tmp_path)
+    other.find()
+    assert not other.lock.is_held
+    assert save(other, 2) == tmp_path / "step_000002"
+    assert other.lock.is_held
+    assert other.holder is None
+    assert resume(tmp_path)[1] == 2
+
+
+def test_a_directory_that_is_removed_during_the_run_is_made_again(tmp_path):
+    checkpointer = make(tmp_path / "ckpt", load_checkpoint=True)
+    checkpointer.claim()
+    save(checkpointer, 1)
+    shutil.rmtree(tmp_path / "ckpt")
+    save(checkpointer, 2)
+    assert resume(tmp_path / "ckpt")[1] == 2
+    assert checkpointer.lock.is_held
+
+
+def test_a_run_stays_where_it_began_when_it_changes_its_directory(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    checkpointer = make("ckpt")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert save(checkpointer, 1) == tmp_path / "ckpt" / "step_000001"
+
+
+def save_from_own_directory(folder):
+    from spmdrl.distributed import comm
+
+    os.chdir(folder / str(comm.rank()))
+    return str(save(make("ckpt"), 1))
+
+
+@pytest.mark.slow
+def test_ranks_that_were_started_in_different_directories_save_together(tmp_path):
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+    assert run_ranks(2, save_from_own_directory, tmp_path) == [f"{tmp_path}/0/ckpt/step_000001"] * 2
+
+
 # ---- being killed, and disks that refuse ----------------------------------------------------------------------------
 class Killed(BaseException):
     pass
@@ -400,6 +539,35 @@ def test_a_directory_that_cannot_be_read_is_refused_in_one_line(tmp_path, monkey
     monkeypatch.setattr(checkpoint_folder, "find", lambda root, run: os.listdir(root / "step_000001" / "state.json"))
     with pytest.raises(UserError, match=r"--load_checkpoint: .*Not a directory.*state.json"):
         resume(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_sync_directories_holds_checkpoints(tmp_path, monkeypatch, number):
+    """Some that are mounted over a network or from user space."""
+    own = os.fsync
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        own(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    started(tmp_path, 1, 2)
+    assert resume(tmp_path)[1] == 2
+
+
+def test_a_manifest_that_cannot_be_read_is_not_called_missing(tmp_path, capsys, monkeypatch):
+    started(tmp_path, 1, 2)
+    own = Path.read_text
+
+    def read_text(path, *args, **options):
+        if path == tmp_path / "step_000002" / "manifest.json":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return own(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert resume(tmp_path)[1] == 1
+    assert f"{tmp_path / 'step_000002'}: manifest.json cannot be read: Input/output error" in capsys.readouterr().out
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
