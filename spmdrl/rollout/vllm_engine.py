@@ -68,9 +68,7 @@ class VLLMEngine:
                     **self._cpu_options(config),
                 )
             except (ValueError, NotImplementedError) as error:
-                raise UserError(
-                    f"--engine vllm cannot run {pretrain}: {first_line(error)}; try --engine hf"
-                ) from error
+                raise UserError(_refusal(pretrain, first_line(error))) from error
 
     @staticmethod
     def _cpu_options(config: RolloutConfig) -> dict[str, Any]:
@@ -147,6 +145,13 @@ class VLLMEngine:
                 f"--vllm_gpu_memory_utilization, now {self.memory_share:g}, or what the trainer takes, with "
                 "--zero_stage 3 or --ref_reward_offload"
             ) from error
+
+
+def _refusal(pretrain: str, reason: str) -> str:
+    """One line with a way out for what vLLM says when it cannot start."""
+    lacks_memory = torch.cuda.is_available() and "memory" in reason.lower()
+    remedy = "see --vllm_gpu_memory_utilization" if lacks_memory else "try --engine hf"
+    return f"--engine vllm cannot run {pretrain}: {reason}; {remedy}"
 
 
 def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> set[str]:

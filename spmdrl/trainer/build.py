@@ -239,5 +239,8 @@ def build_engine(config: PPOConfig | GenerateConfig, tokenizer: Any, *, dtype: t
         weight_names=checkpoint_weight_names(model),
         trust_remote_code=model.trust_remote_code,
     )
+    if comm.device().type == "cuda" and isinstance(config, PPOConfig) and not rollout.vllm_enable_sleep:
+        kept = f"{rollout.vllm_gpu_memory_utilization:g} of the GPU (--vllm_gpu_memory_utilization)"
+        comm.say(f"vLLM keeps {kept} while training too; with --vllm_enable_sleep it gives that back")
     engine.sleep()
     return engine

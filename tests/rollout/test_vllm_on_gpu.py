@@ -6,6 +6,7 @@ import inspect
 from dataclasses import fields
 
 import pytest
+import torch
 
 from spmdrl.errors import UserError
 from spmdrl.rollout import vllm_engine
@@ -26,6 +27,17 @@ def test_an_engine_without_room_names_the_flag_that_bounds_it():
     engine.can_sleep, engine.memory_share, engine.llm = True, 0.9, FullDevice()
     with pytest.raises(UserError, match=r"no room .* for vLLM's kv_cache .* --vllm_gpu_memory_utilization, now 0.9,"):
         engine.wake_up(["kv_cache"])
+
+
+def test_an_engine_that_cannot_start_is_told_what_may_help(monkeypatch):
+    free = (
+        "Free memory on device cuda:0 (1/80 GiB) on startup is less than desired GPU memory utilization (0.9, 72 GiB)"
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert vllm_engine._refusal("m", free).endswith("; see --vllm_gpu_memory_utilization")
+    assert vllm_engine._refusal("m", "no such architecture").endswith("; try --engine hf")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert vllm_engine._refusal("m", free).endswith("; try --engine hf")
 
 
 @pytest.mark.slow
