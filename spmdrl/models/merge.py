@@ -85,6 +85,6 @@ def merge_adapter(model: Any, folder: Path) -> Any:
     lost = [*found.unexpected_keys, *(name for name in found.missing_keys if ".lora_" in name or HF_HEAD in name)]
     if lost:
         raise UserError(
-            f"--lora_path {folder} does not fit the base: {', '.join(sorted(lost)[:3])}, {len(lost)} in all"
+            f"the adapter {folder} does not fit the base: {', '.join(sorted(lost)[:3])}, {len(lost)} in all"
         )
     return adapted.merge_and_unload()
