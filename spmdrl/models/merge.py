@@ -34,8 +34,7 @@ def merge_lora(config: MergeLoraConfig) -> None:
         if (folder / MERGED_CONFIG).is_file():
             merged.config = type(merged.config).from_json_file(folder / MERGED_CONFIG)
             merged.config.dtype = dtype
-        has_tokenizer = (folder / "tokenizer_config.json").is_file()
-        source = str(folder) if has_tokenizer else base
+        source = tokenizer_folder(folder, base)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     try:
         merged.save_pretrained(str(config.output_path))
@@ -70,6 +69,11 @@ def _load_base(base: str, config: MergeLoraConfig) -> tuple[Any, torch.dtype]:
         model = load_whole(AutoModelForCausalLM, base, source, **options)
     dtype = model.dtype
     return model.float(), dtype
+
+
+def tokenizer_folder(adapter: Path, base: str) -> str:
+    """Where the tokenizer of an adapter is: beside it, or else with its base."""
+    return str(adapter) if (adapter / "tokenizer_config.json").is_file() else base
 
 
 def merge_adapter(model: Any, folder: Path) -> Any:

@@ -19,7 +19,7 @@ from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import compute_dtype
 from spmdrl.errors import UserError
 from spmdrl.models.loading import eos_token_ids, load_causal_lm
-from spmdrl.models.merge import merge_adapter
+from spmdrl.models.merge import merge_adapter, tokenizer_folder
 from spmdrl.models.tokenizer import encode_texts, load_tokenizer
 
 COMMANDS = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
@@ -57,7 +57,7 @@ class Chat:
 
     def __init__(self, config: ChatConfig):
         self.config = config
-        self.tokenizer = load_tokenizer(config.model)
+        self.tokenizer = load_tokenizer(replace(config.model, pretrain=_tokenizer_name(str(config.model.pretrain))))
         self.conversation = Conversation(config, self.tokenizer)
         self.model = load_model(config).to(comm.device()).eval()
         self.eos_ids = eos_token_ids(self.model, self.tokenizer)
@@ -131,6 +131,11 @@ def stopped_by_ctrl_c() -> Iterator[threading.Event]:
         yield event
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _tokenizer_name(pretrain: str) -> str:
+    base = base_of_adapter(pretrain)
+    return pretrain if base is None else tokenizer_folder(Path(pretrain), base)
 
 
 def load_model(config: ChatConfig) -> Any:

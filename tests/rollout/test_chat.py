@@ -145,6 +145,9 @@ def test_the_folder_of_an_adapter_is_the_merged_model(model, tmp_path):
     answer = chat_with(adapter).answer("Hello")
     assert answer == plain_answer(tmp_path / "merged", user("Hello") + "<|im_start|>assistant\n")
     assert answer != chat_with(model).answer("Hello")
+    for file in adapter.glob("*token*"):  # as peft saves an adapter: the tokenizer is with the base
+        file.unlink()
+    assert chat_with(adapter).answer("Hello") == answer
 
 
 # ---- in the terminal ------------------------------------------------------------------------------------------------
