@@ -83,6 +83,7 @@ RANGES: dict[str, Range] = {
     "dual_clip": (lambda x: x > 1, "above 1"),
     "save_steps": (lambda x: x == -1 or x >= 1, "-1 (never) or at least 1"),
     "stop": (all, "texts that are not empty"),
+    "value_head_prefix": (lambda x: all(map(str.isidentifier, x.split("."))), "the name of a module, such as score"),
     "seed": (lambda x: 0 <= x < 2**31, "from 0 to 2147483647"),
 }
 

@@ -3,17 +3,18 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from spmdrl.config.checks import Range
+from spmdrl.config import checks
 from spmdrl.config.foreign import NOT_YET, Foreign
 from spmdrl.config.preflight import check_models, is_installed
 from spmdrl.config.sections import ModelConfig
 from spmdrl.errors import UserError
 
-RANGES: dict[str, Range] = {
+RANGES: dict[str, checks.Range] = {
     "port": (lambda x: 0 <= x < 65536, "from 0 (any that is free) to 65535"),
     "batch_size": (lambda x: x >= 1, "at least 1"),
     "max_len": (lambda x: x >= 1, "at least 1"),
     "max_request_mb": (lambda x: x > 0, "above 0"),
+    "value_head_prefix": checks.RANGES["value_head_prefix"],
 }
 
 

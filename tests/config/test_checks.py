@@ -34,6 +34,8 @@ def test_tables_name_flags_that_exist():
         ("--top_p 0", "--top_p must be above 0 and at most 1, got 0.0"),
         ("--top_k 0", "--top_k must be -1 (all tokens) or at least 1, got 0"),
         ("--zero_stage 4", "--zero_stage must be 0, 1, 2 or 3, got 4"),
+        ("--value_head_prefix=", "--value_head_prefix must be the name of a module, such as score, got "),
+        ("--value_head_prefix ../x", "--value_head_prefix must be the name of a module, such as score, got ../x"),
         ("--micro_train_batch_size 0", "--micro_train_batch_size must be at least 1, got 0"),
         ("--reward_clip_range 10 -10", "--reward_clip_range must be two numbers, the lower first, got 10 -10"),
         ("--adam_betas 0.9 1", "--adam_betas must be two numbers from 0 to below 1, got 0.9 1"),
