@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from spmdrl.algos.losses import BatchCounts
@@ -21,15 +22,16 @@ from spmdrl.config.supervised import (
     SFTConfig,
     TextDataConfig,
 )
+from spmdrl.errors import UserError
 from spmdrl.experience import collate, make_sample
 from spmdrl.trainer.dpo import DPO
 from spmdrl.trainer.kto import KTO
 from spmdrl.trainer.objectives import SFT
 from spmdrl.trainer.reward_training import RewardTraining
 from tests.ranks import run_ranks
-from tests.trainer.supervised import CONFIGS, HELD_OUT, ROWS, build, logged, run, weights_of, write_inputs
 from tests.rewards.reward_models import permuted
 from tests.tiny import make_model
+from tests.trainer.supervised import CONFIGS, HELD_OUT, ROWS, build, logged, run, weights_of, write_inputs
 
 SLOW = pytest.mark.slow
 PROGRAMS = pytest.mark.parametrize("program", CONFIGS)
@@ -208,11 +210,12 @@ def test_a_reward_model_gives_transformers_the_same_scores_of_padded_texts_whate
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "rm")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", dtype=torch.float32)
     texts = [tokenizer.decode(s.sequence) for s in samples]
-    tokenizer.padding_side = "right"
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    with torch.no_grad():
-        theirs = model(**inputs).logits[:, 0]
-    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
+    for side in ("right", "left"):
+        tokenizer.padding_side = side
+        inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        with torch.no_grad():
+            theirs = model(**inputs).logits[:, 0]
+        torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
     last = logged(trainer, "eval")[-1]
     assert model.config.mean == pytest.approx(float(ours.mean()), abs=1e-5) == last["eval/reward_mean"]
     assert model.config.std == pytest.approx(float(ours.std()), abs=1e-5) == last["eval/reward_std"]
@@ -324,7 +327,6 @@ def stop_after(trainer, steps):
             return
 
 
-@SLOW
 def test_dropout_acts_in_optimizer_steps_only(tmp_path, one_rank, inputs):
     """Neither on held-out rows nor on KTO's baseline, whatever came before."""
     flags = {"lora_rank": 2, "lora_dropout": 0.5, "learning_rate": 1e-2}
@@ -339,6 +341,7 @@ def test_dropout_acts_in_optimizer_steps_only(tmp_path, one_rank, inputs):
     assert seen[0][1] != 0
 
 
+@SLOW
 def test_the_best_model_is_kept_apart_from_the_last(tmp_path, one_rank, inputs):
     """A learning rate that destroys what it learned: the best held-out loss is not the last."""
     trainer = run("sft", tmp_path, **inputs, max_epochs=2, learning_rate=0.03, eval_steps=1, lr_scheduler="constant")
@@ -415,7 +418,6 @@ def test_distillation_is_the_weighted_sum_of_both_losses_in_value_and_gradient(t
         torch.testing.assert_close(param.grad, theirs[name].grad, atol=1e-4, rtol=1e-4)
 
 
-# ---- several ranks --------------------------------------------------------------------------------------------------
 # ---- models that read the ids of --pretrain -------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("program", "flag"), [("kd", "teacher_model"), ("dpo", "ref_pretrain"), ("kto", "ref_pretrain")]
@@ -462,6 +464,7 @@ def test_a_teacher_may_have_embeddings_beyond_the_tokenizer(tmp_path, one_rank, 
         assert a == pytest.approx(b, rel=1e-5)
 
 
+# ---- several ranks --------------------------------------------------------------------------------------------------
 def train_each(inputs, folder, settings):
     """Weights and metrics of runs of (program, name, flags), in one process a rank."""
     from tests.distributed.test_strategy import smooth
@@ -497,6 +500,9 @@ def test_every_program_makes_the_same_updates_however_rows_are_dealt(tmp_path):
         for (program, name, _), (weights, train, held_out) in zip(two, rank, strict=True):
             theirs, their_train, their_held_out = expected[program]
             assert weights.keys() == theirs.keys()
+            saved = load_file(tmp_path / name / "model.safetensors")
+            assert saved.keys() == theirs.keys()
+            assert all(torch.equal(saved[key], weights[key]) for key in theirs), name
             for key in theirs:
                 torch.testing.assert_close(
                     weights[key], theirs[key], atol=1e-4, rtol=0, msg=lambda m, n=f"{name} {key}": f"{n}: {m}"
