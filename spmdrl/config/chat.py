@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from spmdrl.config import checks, preflight
+from spmdrl.config import checks, hub, preflight
 from spmdrl.config.foreign import NOT_YET, Foreign
 from spmdrl.config.sections import LoadConfig
 from spmdrl.errors import UserError
@@ -80,6 +80,8 @@ class ChatConfig:
                 f"--pretrain {self.model.pretrain} is a LoRA adapter of {base}, which is not there: merge it with its "
                 "base by cli/merge_lora.py --model_path BASE"
             )
+        elif not preflight.looks_local(base):
+            hub.check_model("pretrain", base)
 
 
 def base_of_adapter(name: str) -> str | None:

@@ -35,9 +35,10 @@ class MergeLoraConfig:
                 raise UserError(f"--{flag} is missing")
         if not Path(str(self.lora_path), "adapter_config.json").is_file():
             raise UserError(f"--lora_path {self.lora_path}: there is no adapter_config.json in it")
-        check_models({"model_path": self.model_path} if self.model_path else {})
+        base = self.model_path or self._base_of_adapter()
+        check_models({"model_path": base} if base else {})
         check_save_path(str(self.output_path), "output_path")
-        inputs = [("lora_path", self.lora_path), ("model_path", self.model_path or self._base_of_adapter())]
+        inputs = [("lora_path", self.lora_path), ("model_path", base)]
         check_apart("output_path", str(self.output_path), [str(self.output_path)], inputs)
 
     def _base_of_adapter(self) -> str | None:

@@ -249,7 +249,11 @@ class Checkpointer:
         manifest = replace(manifest, files={name: file for part in written for name, file in part.items()})
         limits = {"max_num": self.config.max_ckpt_num, "max_bytes": self.config.max_ckpt_mem * 10**9}
         has_lock = self.holder is None
-        return self._on_main(lambda: folders.publish(self.root, folder, manifest, **limits, is_latest=has_lock))
+        try:
+            return self._on_main(lambda: folders.publish(self.root, folder, manifest, **limits, is_latest=has_lock))
+        except UserError:
+            self._give_up(folder)  # which has another name by now if it was whole
+            raise
 
     def mark_finished(self, model: Path) -> None:
         """With --load_checkpoint, note that the run came to its end and left its model there."""

@@ -28,8 +28,8 @@ class _Descriptor:
     def __init__(self, number: int):
         self.number = number
 
-    def __del__(self) -> None:
-        os.close(self.number)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone before
+        close(self.number)
 
 
 _held: WeakValueDictionary[tuple[int, int], _Descriptor] = WeakValueDictionary()  # by device and inode

@@ -39,3 +39,9 @@ def test_neither_base_nor_adapter_is_overwritten(tmp_path, folders):
 def test_a_damaged_adapter_is_left_to_whoever_reads_it(tmp_path, folders):
     (folders[1] / "adapter_config.json").write_text("[]")
     validate(lora_path=folders[1], output_path=tmp_path / "merged")
+
+
+def test_a_base_that_is_gone_is_named(tmp_path, folders):
+    (folders[0] / "config.json").unlink()
+    with pytest.raises(UserError, match=f"--model_path {folders[0]}: there is no config.json in it"):
+        validate(lora_path=folders[1], output_path=tmp_path / "merged")

@@ -522,6 +522,19 @@ def test_an_error_in_the_background_is_raised_when_the_save_is_completed(tmp_pat
     assert names(tmp_path) == ["step_000001"]
 
 
+def test_a_manifest_that_the_disk_refuses_leaves_nothing(tmp_path, monkeypatch):
+    """The room is needed."""
+    checkpointer = started(tmp_path, 1)
+
+    def full(manifest, folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_folder.Manifest, "write", full)
+    with pytest.raises(UserError, match=r"cannot save a checkpoint: .*No space left on device"):
+        save(checkpointer, 2)
+    assert names(tmp_path) == ["step_000001"]
+
+
 def test_an_export_that_the_disk_refuses_leaves_nothing(tmp_path):
     def export(folder):
         folder.mkdir()
