@@ -9,8 +9,9 @@ import pytest
 
 from spmdrl.config.chat import ChatConfig
 from spmdrl.config.flags import flags_of
-from spmdrl.config.generate import GenerateConfig
+from spmdrl.config.generate import GenerateConfig, PromptColumnsConfig
 from spmdrl.config.parse import read_config
+from spmdrl.config.sections import PromptDataConfig
 from spmdrl.errors import UserError
 from tests.config.conftest import ROOT
 
@@ -79,6 +80,14 @@ def test_what_cannot_be_meant_is_refused(cls, flags, message):
 def test_one_response_is_enough_for_a_threshold():
     flags = "--post_processor rs --reward_func r.py:f --reward_threshold 1"
     assert read_config(GenerateConfig, flags.split()).new_columns == ("output", "reward", "output_finish_reason")
+
+
+def test_flags_of_prompts_reach_what_renders_them():
+    flags = "--input_key q --label_key a --input_template Q:{} --prompt_max_len 9 --max_samples 5"
+    config = read_config(GenerateConfig, flags.split())
+    shared = flags_of(PromptDataConfig).keys() & flags_of(PromptColumnsConfig).keys()
+    assert {"input_key", "label_key", "input_template", "prompt_max_len", "max_samples"} <= shared
+    assert all(getattr(config.prompts, name) == getattr(config.data, name) for name in shared)
 
 
 def test_sampling_flags_reach_the_engine():

@@ -74,6 +74,11 @@ def test_held_out_rows_may_be_a_split_of_the_data_set():
     assert read(SFTConfig, "--eval_split validation --eval_on_start").data.eval_split == "validation"
 
 
+def test_each_program_says_whether_its_frozen_models_rest_in_host_memory():
+    assert read(KDConfig, "--teacher_offload").offloads_frozen_models
+    assert not any(cls().offloads_frozen_models for cls in PROGRAMS.values())
+
+
 def test_defaults_are_those_of_the_program():
     assert read(SFTConfig, "--output_key o").optim.max_epochs == 2
     assert read(RMConfig, "").optim.max_epochs == 1

@@ -1,6 +1,7 @@
 """Rewards over HTTP, from servers that are slow, down, wrong or restless: a reward is a server's or there is none."""
 
 import datetime
+import gzip
 import time
 
 import pytest
@@ -54,6 +55,19 @@ def test_scores_and_logs_come_along_and_other_keys_are_left():
         output = ask(server.url)
     assert output.scores is not None and output.scores.tolist() == [0, 1, 1]
     assert output.extra_logs["x"].tolist() == [4, 5, 6]
+
+
+def test_an_answer_may_be_compressed():
+    def answer(server, body, handler):
+        content = gzip.compress(b'{"rewards": [1, 2, 3]}')
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", "gzip")
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    with RewardServer(answer) as server:
+        assert ask(server.url).rewards.tolist() == [1, 2, 3]
 
 
 def test_batches_are_dealt_to_the_servers_in_turn_and_put_together_in_order():
