@@ -27,10 +27,14 @@ WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
 
 
 def hf_config_to_save(name: str, config: ModelConfig, *, dtype: torch.dtype, **changes: Any) -> Any:
-    """The configuration of the checkpoint `name`; the trainer's copy of it has no dropout."""
+    """The configuration of the checkpoint `name`, without what a reward model has there about its scores before they
+    are trained; the trainer's copy of it has no dropout."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, dtype=dtype, **changes)
+    own = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, dtype=dtype, **changes)
+    for statistic in ("mean", "std"):
+        vars(own).pop(statistic, None)
+    return own
 
 
 def save_hf(

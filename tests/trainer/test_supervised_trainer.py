@@ -1,5 +1,6 @@
 """The supervised programs: losses by hand, whole runs, what they save, how they resume, and dealing to ranks."""
 
+import json
 import math
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ from spmdrl.trainer.kto import KTO
 from spmdrl.trainer.objectives import SFT
 from spmdrl.trainer.reward_training import RewardTraining
 from tests.ranks import run_ranks
-from tests.rewards.reward_models import permuted
+from tests.rewards.reward_models import make_reward_model, permuted
 from tests.tiny import make_model
 from tests.trainer.supervised import CONFIGS, HELD_OUT, ROWS, build, logged, run, weights_of, write_inputs
 
@@ -221,6 +222,14 @@ def test_a_reward_model_gives_transformers_the_same_scores_of_padded_texts_whate
     assert model.config.std == pytest.approx(float(ours.std()), abs=1e-5) == last["eval/reward_std"]
     accuracy = float((ours[0::2] > ours[1::2]).float().mean())
     assert last["eval/accuracy"] == pytest.approx(accuracy)
+
+
+def test_statistics_of_scores_are_not_those_of_the_model_that_training_starts_from(tmp_path, one_rank, inputs):
+    """Without held-out rows there are none: --normalize_reward would divide by those of other scores."""
+    start = make_reward_model(tmp_path / "start", mean=3.0, std=7.0)
+    run("rm", tmp_path / "rm", **{**inputs, "pretrain": start, "eval_dataset": None})
+    config = json.loads((tmp_path / "rm" / "config.json").read_text())
+    assert not {"mean", "std"} & set(config)
 
 
 def test_held_out_loss_is_that_of_transformers_with_prompts_masked(tmp_path, one_rank, inputs):
