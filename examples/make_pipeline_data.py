@@ -2,9 +2,9 @@
 
     python examples/make_pipeline_data.py OUT_DIR
 
-Writes sft, pairs and prompts, each with train.jsonl and test.jsonl; no question of a test file is in a train file. A
-good answer is a sentence with the right number; a bad one has a wrong number, or no sentence, or gives up. The same
-seed writes the same files.
+Writes sft, pairs and prompts, each with train.jsonl and test.jsonl; no question of a test file is in a train file. The
+answers to imitate are of four kinds, each as frequent as the others. In the pairs one kind, the sum in a sentence, is
+preferred to the other three and to itself with a wrong number. The same seed writes the same files.
 """
 
 import argparse
@@ -22,25 +22,23 @@ def questions(largest: int) -> list[tuple[str, int]]:
     return sums + [(f"{a} - {b}", a - b) for a in numbers for b in numbers if b <= a]
 
 
-def good(sum_: str, result: int) -> str:
-    return f"{sum_} is {result}."
+def answers(sum_: str, result: int) -> list[str]:
+    """The preferred one first."""
+    return [f"{sum_} is {result}.", f"The answer is {result}.", f"{result}", f"Maybe {result}?"]
 
 
-def bad(rng: random.Random, sum_: str, result: int) -> str:
+def rejected(rng: random.Random, sum_: str, result: int) -> str:
     wrong = rng.choice([n for n in range(max(result - 4, 0), result + 5) if n != result])
-    return rng.choice(
-        [good(sum_, wrong), good(sum_, wrong), str(result), "I do not know.", f"{result} {result} {result}"]
-    )
+    return rng.choice([*answers(sum_, result)[1:], answers(sum_, wrong)[0]])
 
 
-def rows_of(rng: random.Random, asked: list[tuple[str, int]], pairs_each: int) -> dict[str, list[dict]]:
+def rows_of(rng: random.Random, asked: list[tuple[str, int]]) -> dict[str, list[dict]]:
     texts = [(f"What is {sum_}?", sum_, result) for sum_, result in asked]
     return {
-        "sft": [{"prompt": prompt, "answer": good(sum_, result)} for prompt, sum_, result in texts],
+        "sft": [{"prompt": prompt, "answer": rng.choice(answers(sum_, result))} for prompt, sum_, result in texts],
         "pairs": [
-            {"prompt": prompt, "chosen": good(sum_, result), "rejected": bad(rng, sum_, result)}
+            {"prompt": prompt, "chosen": answers(sum_, result)[0], "rejected": rejected(rng, sum_, result)}
             for prompt, sum_, result in texts
-            for _ in range(pairs_each)
         ],
         "prompts": [{"input": prompt, "label": str(result)} for prompt, _, result in texts],
     }
@@ -56,7 +54,7 @@ def main() -> None:
     asked = questions(args.largest)
     rng.shuffle(asked)
     for split, part in (("test", asked[:NUM_TEST]), ("train", asked[NUM_TEST:])):
-        for name, rows in rows_of(rng, part, pairs_each=2).items():
+        for name, rows in rows_of(rng, part).items():
             path = args.out / name / f"{split}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -36,11 +36,11 @@ shared=(--apply_chat_template --seed "$SEED")
 "${start[@]}" cli/train_ppo.py "${shared[@]}" \
   --pretrain "$OUT/sft" --reward_pretrain "$OUT/rm" --normalize_reward \
   --prompt_data "$DATA/prompts" --input_key input --prompt_max_len 80 --generate_max_len 16 \
-  --advantage_estimator gae --rollout_batch_size 16 --n_samples_per_prompt 4 --max_samples "${PPO_PROMPTS:-320}" \
+  --advantage_estimator gae --rollout_batch_size 16 --n_samples_per_prompt 4 --max_samples "${PPO_PROMPTS:-192}" \
   --train_batch_size 64 --micro_train_batch_size 32 --micro_rollout_batch_size 32 \
-  --actor_learning_rate 1e-5 --critic_learning_rate 2e-5 --init_kl_coef 0.02 --zero_stage 3 \
+  --actor_learning_rate 2e-5 --critic_learning_rate 2e-5 --init_kl_coef 0.02 --zero_stage 3 \
   --engine vllm --enforce_eager --enable_prefix_caching --vllm_kv_cache_gb 1 \
-  --eval_dataset "$DATA/prompts" --eval_steps 10 --eval_on_start --eval_temperature 1.0 --eval_n_samples_per_prompt 2 \
+  --eval_dataset "$DATA/prompts" --eval_steps 6 --eval_on_start --eval_temperature 1.0 --eval_n_samples_per_prompt 2 \
   --save_path "$OUT/ppo" --ckpt_path "$OUT/ppo/checkpoints" "$@"
 
 python - "$OUT" <<'PYTHON'

@@ -43,11 +43,16 @@ def test_no_held_out_question_is_trained_on_and_good_answers_are_right(tmp_path)
     trained = prompts["sft/train.jsonl"] | prompts["pairs/train.jsonl"] | prompts["prompts/train.jsonl"]
     assert len(held_out) == 48
     assert not held_out & trained
+    kinds = set()
     for row in data["pairs/train.jsonl"]:
         question, _, result = row["chosen"].removesuffix(".").partition(" is ")
         assert eval(question) == int(result)
         assert row["prompt"] == f"What is {question}?"
         assert row["rejected"] != row["chosen"]
+        kinds.add("wrong" if row["rejected"].startswith(question) else row["rejected"].replace(result, ""))
+    assert kinds == {"wrong", "", "The answer is .", "Maybe ?"}
+    for row in data["sft/train.jsonl"]:
+        assert str(eval(row["prompt"].removeprefix("What is ").removesuffix("?"))) in row["answer"]
 
 
 def test_each_stage_is_a_command_line_that_its_program_takes(tmp_path):
