@@ -1,25 +1,30 @@
-"""Start the command line as users do, under a wall clock: a run that hangs, or leaves a process behind, fails."""
+"""Start the command line as users do, under a wall clock: a run that hangs, or leaves a process behind, fails.
+
+`start`, `launch` and `start_by_hand` start processes, `start_ranks` forks ranks that have imported the libraries
+already: tests/zygote.py says when to use which.
+"""
 
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import zygote
 from tests.tiny import make_model, write_jsonl
+from tests.zygote import LAUNCHERS_VARIABLES, ROOT
 
-ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 TRAIN = str(ROOT / "cli" / "train_ppo.py")
 MEET = str(ROOT / "tests" / "programs" / "meet.py")  # a start without training
 MARK = "SPMDRL_TEST_RUN"  # in the environment of every process of a run, by which what it leaves behind is found
-LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 REWARD = """
 def reward_func(queries, prompts, labels, **columns):
     return [len(set(query[len(prompt):])) / 10 for query, prompt in zip(queries, prompts)]
@@ -66,18 +71,35 @@ class Launched:
         return [line for line in self.out.splitlines() if all(word in line for word in words)]
 
 
+Process = subprocess.Popen | zygote.Forked
+
+
+def _start_process(command: Sequence[str], env: dict[str, str], out: int) -> Process:
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
+
+
+def _fork(command: Sequence[str], env: dict[str, str], out: int) -> Process:
+    return zygote.start(command, env, ROOT, out, out)
+
+
 class Running:
     """One command, or several that make up a run, such as ranks started by hand."""
 
-    def __init__(self, commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], log: Path):
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        environments: Sequence[dict[str, str]],
+        log: Path,
+        start: Callable[[Sequence[str], dict[str, str], int], Process] = _start_process,
+    ):
         self.mark, self.log, self.start = uuid.uuid4().hex, log, time.monotonic()
         base = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS_VARIABLES)}
         base |= {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", MARK: self.mark}
         with log.open("w") as file:
             self.processes = [
-                subprocess.Popen(command, env=base | env, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
-                for command, env in zip(commands, environments, strict=True)
+                start(command, base | env, file.fileno()) for command, env in zip(commands, environments, strict=True)
             ]
+        self.sessions = {process.pid for process in self.processes}
 
     def wait(self, timeout_s: float = 240) -> list[Launched]:
         """How each command ended. Whatever is still there afterwards is killed, and fails the test."""
@@ -108,9 +130,10 @@ class Running:
 
     def _is_member(self, process: Path, variable: str) -> bool:
         try:
-            is_zombie = (process / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
-            environ = (process / "environ").read_bytes()
-            return not is_zombie and f"{MARK}={self.mark}".encode() in environ and variable.encode() in environ
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            environ = (process / "environ").read_bytes()  # of a forked one, that of whom it was forked from
+            is_ours = f"{MARK}={self.mark}".encode() in environ or int(session) in self.sessions
+            return state != "Z" and is_ours and variable.encode() in environ
         except OSError:
             return False
 
@@ -136,8 +159,14 @@ def start_by_hand(command: Sequence[str], environments: Sequence[dict[str, str]]
     return Running([command] * len(environments), environments, log)
 
 
-def slurm_tasks(num_tasks: int, job: int) -> list[dict[str, str]]:
-    """What `srun` would tell the tasks of a step on this host."""
+def start_ranks(words: Sequence[str], environments: Sequence[dict[str, str]], log: Path) -> Running:
+    """`python words`, a script and its flags, by hand too, in forks that need not import the libraries."""
+    return Running([words] * len(environments), environments, log, _fork)
+
+
+def slurm_tasks(num_tasks: int, job: int | None = None) -> list[dict[str, str]]:
+    """What `srun` would tell the tasks of a step on this host; the job's number decides where they meet."""
+    job = random.SystemRandom().randrange(10**9) if job is None else job
     common = {"SLURM_NTASKS": str(num_tasks), "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0"}
     common["SLURM_JOB_NODELIST"] = "localhost"
     return [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(num_tasks)]

@@ -19,6 +19,7 @@ from tests.launched import (
     launch,
     slurm_tasks,
     start_by_hand,
+    start_ranks,
     tiny_flags,
     torchrun,
     two_nodes,
@@ -78,10 +79,16 @@ def test_a_reward_function_that_raises_on_one_rank(folder, tmp_path, launcher, f
 def test_a_bad_reward_on_one_rank_without_a_launcher(folder, tmp_path):
     reward = bad_reward(tmp_path, 1, "return [float('nan')] * len(queries)")
     flags = tiny_flags(folder, save_path=tmp_path / "out", remote_rm_url=reward)
-    runs = start_by_hand([sys.executable, TRAIN, *flags], slurm_tasks(2, job=os.getpid()), tmp_path / "log").wait()
+    runs = start_ranks([TRAIN, *flags], slurm_tasks(2), tmp_path / "log").wait()
     assert [run.code for run in runs] == [2, 2], runs[0].out
     assert_one_reason(runs[0], tmp_path, 1, "returned nan for row ")
     assert "Traceback" not in runs[0].out
+
+
+def ranks_variables(rank: int, port: int) -> dict[str, str]:
+    """What a launcher tells one of two ranks."""
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    return variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 BROKEN = """
@@ -116,8 +123,9 @@ def test_whatever_raises_the_phase_and_step_are_named_and_the_port_is_free(
     at = tmp_path / "failed_at"
     reward.write_text(BROKEN.format(rank=failed, where=where, fails=fails, failed_at=at))
     flags = tiny_flags(folder, save_path=tmp_path / "out", remote_rm_url=reward)
-    run = launch(torchrun("--master_port", str(port), TRAIN, *flags), tmp_path / "log")
-    assert run.code != 0 and run.ended_at - float(at.read_text()) < LIMIT_S, run.out
+    environments = [ranks_variables(rank, port) for rank in range(2)]
+    run, other = start_ranks([TRAIN, *flags], environments, tmp_path / "log").wait()
+    assert run.code != 0 and other.code != 0 and run.ended_at - float(at.read_text()) < LIMIT_S, run.out
     assert len(run.lines(f"[rank {failed}] failed in {phase}: ")) == 1, run.out
     assert len(run.lines(f"[rank {1 - failed}] stopped in ", f": rank {failed} failed in {phase}: ")) == 1, run.out
     assert len(run.lines("in broken")) == 1, run.out
@@ -128,8 +136,8 @@ def test_whatever_raises_the_phase_and_step_are_named_and_the_port_is_free(
 def test_a_reward_function_that_never_returns_ends_by_phase_timeout(folder, tmp_path):
     reward = bad_reward(tmp_path, 1, "time.sleep(1000)")
     flags = tiny_flags(folder, save_path=tmp_path / "out", remote_rm_url=reward, phase_timeout=5)
-    run = launch(torchrun(TRAIN, *flags), tmp_path / "log")
-    assert run.code != 0
+    run, other = start_ranks([TRAIN, *flags], slurm_tasks(2), tmp_path / "log").wait()
+    assert run.code != 0 and other.code != 0
     assert run.ended_at - float((tmp_path / "failed_at").read_text()) < 6 + LIMIT_S, run.out
     assert len(run.lines("bad_reward.py", "in reward_func")) == 1, run.out
     for rank in range(2):
@@ -139,7 +147,7 @@ def test_a_reward_function_that_never_returns_ends_by_phase_timeout(folder, tmp_
 
 def test_a_rank_killed_while_the_others_generate(folder, tmp_path):
     flags = tiny_flags(folder, save_path=tmp_path / "out", num_episodes=50, generate_max_len=128)
-    running = start_by_hand([sys.executable, TRAIN, *flags], slurm_tasks(2, job=os.getpid() + 1), tmp_path / "log")
+    running = start_ranks([TRAIN, *flags], slurm_tasks(2), tmp_path / "log")
     running.until("step 1/50 |")
     time.sleep(0.3)
     os.kill(running.processes[1].pid, signal.SIGKILL)
@@ -181,7 +189,7 @@ def test_a_disk_that_refuses_the_model(folder, tmp_path):
     """Files may have 200 KiB here, the model's has more; rank 0 alone writes it."""
     flags = tiny_flags(folder, save_path=tmp_path / "out")
     command = ["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", sys.executable, TRAIN, *flags]
-    runs = start_by_hand(command, slurm_tasks(2, job=os.getpid() + 2), tmp_path / "log").wait()
+    runs = start_by_hand(command, slurm_tasks(2), tmp_path / "log").wait()
     assert [run.code for run in runs] == [2, 2], runs[0].out
     for rank in range(2):
         assert (
@@ -195,7 +203,7 @@ def test_a_row_without_the_key_is_one_line_of_each_rank(folder, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "What is 1 plus 1?", "label": "2"}\n{"question": "What is 2 plus 2?"}\n')
     flags = tiny_flags(folder, save_path=tmp_path / "out", prompt_data=rows)
-    runs = start_by_hand([sys.executable, TRAIN, *flags], slurm_tasks(2, job=os.getpid() + 3), tmp_path / "log").wait()
+    runs = start_ranks([TRAIN, *flags], slurm_tasks(2), tmp_path / "log").wait()
     assert [run.code for run in runs] == [2, 2], runs[0].out
     for rank in range(2):
         assert len(runs[0].lines(f"[rank {rank}] error: ", str(rows), "prompt")) == 1, runs[0].out

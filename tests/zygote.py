@@ -33,6 +33,7 @@ PRELOADED = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
     "peft",
     "matplotlib.backends.backend_agg",
 )

@@ -1,6 +1,5 @@
 """How samples are split over micro-batches and ranks changes no loss and no gradient."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from spmdrl.algos.corrections import tis
 from spmdrl.algos.kl import KL_ESTIMATORS
 from spmdrl.algos.losses import AGGREGATIONS, POLICY_LOSSES, BatchCounts, value_loss
 from spmdrl.algos.preference import DPO_LOSSES, KD_LOSSES, RM_LOSSES, kto, sft
+from tests.ranks import run_ranks
 
 MAX_TOKENS = 9
 LENGTHS = (1, 3, 7, 2, 0, 5, 4, 6)  # response tokens of 8 samples, one of them empty
@@ -108,13 +108,12 @@ def all_reduce(x: Tensor) -> Tensor:
     return x
 
 
-def check_rank(rank: int, store: str) -> None:
+def check_rank() -> None:
     """What both ranks compute together is what one computes alone, for shares 6 + 2 and 8 + 0."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     batch = Batch()
     expected = whole(batch)
     for shares in ([[0, 1, 2, 3, 4, 5], [6, 7]], [[7, 6, 5, 4, 3, 2, 1, 0], []]):
-        rows = shares[rank]
+        rows = shares[dist.get_rank()]
         local = BatchCounts.of(batch.mask[rows], MAX_TOKENS)
         num_tokens, num_sequences = all_reduce(torch.tensor([local.num_tokens, local.num_sequences])).tolist()
         parts = batch.parts(rows, BatchCounts(num_tokens, num_sequences, MAX_TOKENS))
@@ -127,10 +126,8 @@ def check_rank(rank: int, store: str) -> None:
         assert_close(whiten(noisy[rows], mask[rows], stats), together[rows], rtol=0, atol=1e-12)
     empty = torch.zeros_like(mask)
     assert whiten(noisy, empty, all_reduce(masked_stats(noisy, empty))).eq(0).all()
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_two_ranks_with_uneven_and_empty_shares_compute_what_one_computes(tmp_path, monkeypatch):
-    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
-    torch.multiprocessing.spawn(check_rank, args=(str(tmp_path / "store"),), nprocs=2)
+def test_two_ranks_with_uneven_and_empty_shares_compute_what_one_computes():
+    run_ranks(2, check_rank)

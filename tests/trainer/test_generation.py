@@ -1,7 +1,6 @@
 """Responses in the order of the data; a run that is stopped anywhere goes on and ends with the same file."""
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from spmdrl.data.supervised import PairRows, TextRows, build_set, load_train_row
 from spmdrl.errors import UserError
 from spmdrl.trainer import generation
 from spmdrl.trainer.generation import Response, every_response, preference_pair, rejection_sampling
-from tests.launched import ROOT, launch, torchrun
+from tests.launched import ROOT, launch, slurm_tasks, start_ranks, torchrun
 from tests.ranks import run_ranks
 from tests.rewards.reward_models import make_reward_model
 from tests.tiny import make_tokenizer, write_jsonl
@@ -333,8 +332,11 @@ def test_a_killed_run_goes_on_with_the_same_command(tmp_path, inputs, by):
     """SIGKILL in the reward function of the third of four rounds ends torchrun; SIGTERM is waited for and answered."""
     flags = words(**inputs, output_path=tmp_path / "out.jsonl", post_processor="iter_dpo")
     generate(tmp_path / "whole.jsonl", **inputs, post_processor="iter_dpo")
-    command = torchrun(GENERATE, *flags, ranks=2) if by == "SIGKILL" else [os.sys.executable, GENERATE, *flags]
-    killed = launch(command, tmp_path / "log", KILL_AT="3", KILL_BY=str(int(signal.Signals[by])))
+    kill = {"KILL_AT": "3", "KILL_BY": str(int(signal.Signals[by]))}
+    if by == "SIGKILL":
+        killed = launch(torchrun(GENERATE, *flags), tmp_path / "log", **kill)
+    else:
+        killed = start_ranks([GENERATE, *flags], [kill], tmp_path / "log").wait()[0]
     assert killed.code == {"SIGKILL": 1, "SIGTERM": 75}[by], killed.out
     assert not (tmp_path / "out.jsonl").exists()
     partial = tmp_path / "out.jsonl.partial"
@@ -343,7 +345,8 @@ def test_a_killed_run_goes_on_with_the_same_command(tmp_path, inputs, by):
     if by == "SIGTERM":
         said = killed.lines("preempted", f"checkpoint saved in {partial}; start the same command again")
         assert len(said) == 1, killed.out
-    again = launch(command, tmp_path / "log2")
+    tasks = slurm_tasks(2) if by == "SIGKILL" else [{}]
+    again = start_ranks([GENERATE, *flags], tasks, tmp_path / "log2").wait()[0]
     assert again.code == 0, again.out
     assert again.lines(f"resuming: 2 of 4 rounds are in {partial}"), again.out
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
@@ -353,7 +356,7 @@ def test_a_killed_run_goes_on_with_the_same_command(tmp_path, inputs, by):
 def test_vllm_samples_pairs_on_two_ranks(tmp_path, inputs):
     own = {"engine": "vllm", "enforce_eager": True, "vllm_kv_cache_gb": 1, "enable_prefix_caching": True}
     flags = words(**FLAGS | inputs | own, output_path=tmp_path / "out.jsonl", post_processor="iter_dpo")
-    run = launch(torchrun(GENERATE, *flags), tmp_path / "log")
+    run = start_ranks([GENERATE, *flags], slurm_tasks(2), tmp_path / "log").wait()[0]
     assert run.code == 0, run.out
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     ids = [row["id"] for row in rows]

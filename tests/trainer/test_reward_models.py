@@ -1,7 +1,5 @@
 """PPO with a reward model: what is scored and logged, what the critic starts from, and all four roles on two ranks."""
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +8,7 @@ from safetensors.torch import load_file
 
 from spmdrl.errors import UserError
 from spmdrl.models.value_head import HF_HEAD
-from tests.launched import TRAIN, slurm_tasks, start_by_hand, tiny_flags
+from tests.launched import TRAIN, slurm_tasks, start_ranks, tiny_flags
 from tests.ranks import run_ranks
 from tests.rewards.reward_models import edit_config, make_reward_model, plain_scores
 from tests.rewards.servers import RewardServer, lengths
@@ -182,9 +180,8 @@ def test_a_server_that_answers_one_rank_wrongly_stops_both(tmp_path):
 
     with RewardServer(answer) as server:
         flags = tiny_flags(tmp_path, save_path=tmp_path / "out", remote_rm_url=server.url)
-        command = [sys.executable, TRAIN, *flags]
-        environment = [{**task, "HTTP_PROXY": "http://127.0.0.1:9"} for task in slurm_tasks(2, job=os.getpid() + 7)]
-        runs = start_by_hand(command, environment, tmp_path / "log").wait()
+        environments = [{**task, "HTTP_PROXY": "http://127.0.0.1:9"} for task in slurm_tasks(2)]
+        runs = start_ranks([TRAIN, *flags], environments, tmp_path / "log").wait()
     assert [ended.code for ended in runs] == [2, 2], runs[0].out
     assert runs[0].lines(f"error: reward server {server.url}", "returned nan for row "), runs[0].out
     assert "Traceback" not in runs[0].out
