@@ -341,6 +341,7 @@ def test_dropout_acts_in_optimizer_steps_only(tmp_path, one_rank, inputs):
     flags = {"lora_rank": 2, "lora_dropout": 0.5, "learning_rate": 1e-2}
     trainer = build("kto", tmp_path, **inputs, **flags)
     assert trainer.eval_set is not None
+    assert isinstance(trainer.objective, KTO)
     samples = trainer.train_set.samples(range(4))
     trainer.train(samples)
     seen = []
