@@ -16,9 +16,11 @@ import logging
 import os
 import random
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,7 +39,7 @@ MAX_TRIES = 8  # with their waits about a minute, besides the time of the tries
 MAX_WAIT_S = 15.0
 MAX_ANSWER_BYTES = 2**26
 POLL_S = 0.2  # for a request to stop
-TRANSIENT = {429, 502, 503, 504}  # busy, or behind a gateway that finds nobody yet
+TRANSIENT = {408, 429, 502, 503, 504}  # busy, or behind a gateway that finds nobody yet
 SOMETIMES_TRANSIENT, MAX_TRIES_500 = 500, 4
 EXPECTED = 'expected {"rewards": [one number a query]}'
 
@@ -264,8 +266,14 @@ def _jitter() -> float:
 
 
 def _retry_after(value: str | None) -> float:
-    """Seconds that a server asks to wait; dates are not read."""
-    return float(value) if value and value.isdigit() else 0.0
+    """Seconds that a server asks to wait, given as such or as a date (RFC 9110); 0 for what is neither."""
+    if not value or value.isdigit():
+        return float(value or 0)
+    try:
+        until = parsedate_to_datetime(value)
+    except ValueError:
+        return 0.0
+    return max(until.timestamp() - time.time(), 0.0)
 
 
 def _shown(answer: bytes) -> str:

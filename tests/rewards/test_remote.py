@@ -3,6 +3,7 @@
 import datetime
 import gzip
 import time
+from email.utils import format_datetime
 
 import pytest
 
@@ -121,7 +122,7 @@ def test_a_token_that_no_header_can_hold_is_refused_without_showing_it(monkeypat
 
 
 # ---- what passes ----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_faults_that_pass_are_tried_again(status):
     with RewardServer(first((status, "busy"), (status, "busy"))) as server:
         assert ask(server.url).rewards.tolist() == [2, 3, 4]
@@ -144,6 +145,21 @@ def test_another_server_is_tried_where_one_is_down():
     with nobody() as down, RewardServer(lengths) as server:
         assert ask(down, server.url, batch_size=1).rewards.tolist() == [2, 3, 4]
     assert server.num_requests == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "wait_s"),
+    [
+        (None, 0),
+        ("7", 7),
+        (format_datetime(datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=90), usegmt=True), 90),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0),
+        ("soon", 0),
+        ("-3", 0),
+    ],
+)
+def test_seconds_and_dates_are_read_as_waits(value, wait_s):
+    assert remote._retry_after(value) == pytest.approx(wait_s, abs=5)
 
 
 def test_the_wait_that_a_server_asks_for_is_kept():
