@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.launched import TRAIN, Running, slurm_tasks, start_by_hand
+from tests.launched import TRAIN, Running, slurm_tasks, start_ranks
 from tests.trainer.runs import REWARD, write_inputs
 
 EXIT_RESUME = 75
@@ -69,9 +69,8 @@ class Job:
         flags = {**FLAGS, **self.inputs, "engine": self.engine, "zero_stage": self.zero_stage}
         flags |= {"save_path": self.folder / "out", "ckpt_path": self.folder / "ckpt"}
         words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, TRAIN, *words, *(f"--{name}" for name in SWITCHES)]
-        job = random.SystemRandom().randrange(10**9)  # decides the port
-        return start_by_hand(command, slurm_tasks(2, job=job), self.folder / f"log-{time.time():.3f}")
+        words += [f"--{name}" for name in SWITCHES]
+        return start_ranks([TRAIN, *words], slurm_tasks(2), self.folder / f"log-{time.time():.3f}")
 
     def outcome(self) -> dict[str, Any]:
         out = self.folder / "out"

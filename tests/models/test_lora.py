@@ -1,9 +1,9 @@
 """Adapters beside frozen weights: what is trained, what the reference and the engine get, and what is saved."""
 
 import json
+import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from spmdrl.models.tokenizer import load_tokenizer
 from spmdrl.models.value_head import load_value_model
 from spmdrl.trainer.build import enable_checkpointing
 from spmdrl.trainer.export import hf_config_to_save, save_hf
+from tests import zygote
 from tests.launched import ROOT
 from tests.models.test_value_head import add_weights
 from tests.tiny import make_model
@@ -262,9 +263,10 @@ def test_the_script_merges_and_says_in_one_line_what_is_wrong(tmp_path):
     path, folder = make_model(tmp_path / "model"), tmp_path / "adapter"
     model = with_lora(path)
     save(Actor(model), path, folder)
-    command = [sys.executable, str(ROOT / "cli" / "merge_lora.py"), "--output_path", "merged", "--lora_path"]
-    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, timeout=200)
-    done = run([*command, "adapter"])
+    command = [str(ROOT / "cli" / "merge_lora.py"), "--output_path", "merged", "--lora_path"]
+    done = subprocess.run(
+        [sys.executable, *command, "adapter"], capture_output=True, text=True, cwd=tmp_path, timeout=200
+    )
     assert done.returncode == 0, done.stderr
     merged = load(str(tmp_path / "merged"))
     torch.testing.assert_close(merged(SEQUENCES).logits, model(SEQUENCES).logits, atol=1e-5, rtol=1e-5)
@@ -273,5 +275,6 @@ def test_the_script_merges_and_says_in_one_line_what_is_wrong(tmp_path):
         (["adapter", "--model_path", "no/such/model"], "error: --model_path no/such/model: no such directory\n"),
         (["adapter", "--is_rm"], "error: --lora_path adapter is that of a causal LM: drop --is_rm\n"),
     ):
-        failed = run([*command, *words])
-        assert (failed.returncode, failed.stderr) == (2, message)
+        with open(tmp_path / "said", "w") as said:
+            failed = zygote.start([*command, *words], os.environ, tmp_path, said.fileno(), said.fileno())
+        assert (failed.wait(200), (tmp_path / "said").read_text()) == (2, message)
