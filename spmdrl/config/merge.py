@@ -40,6 +40,11 @@ class MergeLoraConfig:
         check_save_path(str(self.output_path), "output_path")
         inputs = [("lora_path", self.lora_path), ("model_path", base)]
         check_apart("output_path", str(self.output_path), [str(self.output_path)], inputs)
+        if Path(str(self.output_path), "adapter_config.json").is_file():
+            raise UserError(
+                f"--output_path {self.output_path} has an adapter in it, which would be loaded on top of the merged "
+                f"model: give another directory"
+            )
 
     def _base_of_adapter(self) -> str | None:
         """None where its file is damaged, which is said when it is read."""

@@ -118,7 +118,7 @@ def check_adapters(config: PPOConfig) -> None:
             raise UserError(
                 f"--{flag} {name} with --share_backbone: no adapter, there is no adapter_config.json in it"
             )
-        base = str(json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path"))
+        base = str(_read_object(file, f"--{flag} {name}").get("base_model_name_or_path"))
         if Path(base).absolute() != Path(pretrain).resolve() and base != pretrain:
             raise UserError(
                 f"--{flag} {name} with --share_backbone: an adapter on {base}, not on --pretrain {pretrain}"
@@ -141,7 +141,8 @@ def check_models(names: Mapping[str, str]) -> None:
     for flag, name in names.items():
         if looks_local(name) and not os.path.isfile(Path(name) / "config.json"):
             if os.path.isfile(Path(name) / "adapter_config.json"):
-                raise UserError(f"--{flag} {name} is a LoRA adapter: make a whole model of it with cli/merge_lora.py")
+                merge = f"cli/merge_lora.py{' --is_rm' if flag in ('reward_pretrain', 'critic_pretrain') else ''}"
+                raise UserError(f"--{flag} {name} is a LoRA adapter: make a whole model of it with {merge}")
             missing = "there is no config.json in it" if os.path.exists(name) else "no such directory"
             raise UserError(f"--{flag} {name}: {missing}")
         if not looks_local(name):

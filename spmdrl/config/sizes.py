@@ -61,12 +61,17 @@ def sizes(config: PPOConfig, world_size: int, num_prompts: int) -> BatchSizes:
         optimizer_steps_per_step=optimizer_steps_per_step,
         total_optimizer_steps=total_optimizer_steps,
         frozen_optimizer_steps=frozen_optimizer_steps,
-        warmup_steps=math.ceil((total_optimizer_steps - frozen_optimizer_steps) * optim.lr_warmup_ratio),
-        critic_warmup_steps=math.ceil(total_optimizer_steps * optim.lr_warmup_ratio),
+        warmup_steps=warmup_steps(total_optimizer_steps - frozen_optimizer_steps, optim.lr_warmup_ratio),
+        critic_warmup_steps=warmup_steps(total_optimizer_steps, optim.lr_warmup_ratio),
         micro_batches_per_rank=math.ceil(
             math.ceil(optim.train_batch_size / world_size) / optim.micro_train_batch_size
         ),
     )
+
+
+def warmup_steps(num_steps: int, lr_warmup_ratio: float) -> int:
+    """Over which the learning rate rises from 0: never all of them, or a run of one step would learn nothing."""
+    return min(math.ceil(num_steps * lr_warmup_ratio), max(num_steps - 1, 0))
 
 
 def describe_sizes(config: PPOConfig, world_size: int, counts: BatchSizes) -> list[str]:

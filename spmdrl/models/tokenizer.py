@@ -27,6 +27,9 @@ def load_tokenizer(config: "LoadConfig", flag: str = "--pretrain") -> Any:
     """
     if not config.pretrain:
         raise UserError(f"{flag} is missing: give the directory or hub name of the model")
+    if Path(config.pretrain).is_dir() and not _has_tokenizer(config.pretrain):  # transformers makes an empty one up
+        missing = "there are none: copy those that the model was trained with"
+        raise UserError(f"{flag} {config.pretrain}: the tokenizer files there do not load ({missing})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             config.pretrain,
@@ -41,11 +44,13 @@ def load_tokenizer(config: "LoadConfig", flag: str = "--pretrain") -> Any:
     return tokenizer
 
 
+def _has_tokenizer(pretrain: str) -> bool:
+    return any(file for pattern in TOKENIZER_FILES for file in Path(pretrain).glob(pattern))
+
+
 def _load_failure(flag: str, pretrain: str, error: Exception) -> str:
     reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if Path(pretrain).is_dir():
-        if not any(file for pattern in TOKENIZER_FILES for file in Path(pretrain).glob(pattern)):
-            reason = "there are none: copy those that the model was trained with"
         return f"{flag} {pretrain}: the tokenizer files there do not load ({reason})"
     return f"{flag} {pretrain} is neither a directory here nor a hub model that could be fetched ({reason})"
 

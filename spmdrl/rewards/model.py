@@ -105,7 +105,7 @@ class _TextEncoder:
     def __init__(self, tokenizer: Any, *, renders: bool):
         self.tokenizer = tokenizer
         self.render = ChatRenderer(tokenizer) if renders else None
-        self.ending = _end_of_turn(tokenizer) if renders else tokenizer.eos_token
+        self.ending = (_end_of_turn(tokenizer) if renders else tokenizer.eos_token) or ""  # for one without EOS
 
     def __call__(self, batch: RewardBatch) -> list[Tensor]:
         texts = [self._text(batch, i) for i in range(len(batch))]

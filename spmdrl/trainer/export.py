@@ -23,7 +23,11 @@ from spmdrl.trainer.tensor_file import write_tensors
 
 EXPORT_BUCKET_MB = 512
 SHARD_BYTES = 5 * 10**9  # host memory that an export takes, and the most that a file of weights has
-WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+# What makes a folder a model or an adapter: left beside another one it would be loaded with it.
+MODEL_FILE = re.compile(
+    r"(model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin)(\.index\.json)?"
+    r"|adapter_model\.(safetensors|bin)|(adapter_|merged_|generation_)?config\.json"
+)
 
 
 def hf_config_to_save(name: str, config: ModelConfig, *, dtype: torch.dtype, **changes: Any) -> Any:
@@ -49,7 +53,8 @@ def save_hf(
     """Write the model in `engine` with its tokenizer and chat template to `folder`; every rank takes part. With LoRA
     it is the adapter, as peft reads it.
 
-    The files are written beside it and moved in when they are whole, config.json as the last. A value head has the
+    The files are written beside it and moved in when they are whole, config.json as the last, and those of another
+    model or adapter that was there are removed. A value head has the
     name that transformers looks for and `value_head_prefix`, which is where OpenRLHF does. Raises UserError, naming
     `flag`, when the disk refuses.
     """
@@ -147,7 +152,7 @@ class _Export:
         self._write_model()
         tokenizer.save_pretrained(self.partial)
         new = sorted(self.partial.iterdir(), key=lambda file: (file.name == "config.json", file.name))
-        stale = {file.name for file in self.folder.iterdir() if WEIGHT_FILE.fullmatch(file.name)}
+        stale = {file.name for file in self.folder.iterdir() if MODEL_FILE.fullmatch(file.name)}
         for file in new:
             if file.is_dir():  # of templates: a directory does not replace one that has files
                 shutil.rmtree(self.folder / file.name, ignore_errors=True)

@@ -1,7 +1,6 @@
 """SFT, reward models, DPO, KTO and distillation: the loop that every rank runs."""
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,12 +10,14 @@ from typing import Any
 import torch
 
 from spmdrl.config import DeepSpeedConfig, save_config, to_flat_dict
+from spmdrl.config.sizes import warmup_steps
 from spmdrl.config.supervised import SupervisedConfig
 from spmdrl.data.sampler import PromptSampler, SamplerNames
 from spmdrl.data.supervised import SupervisedSet, build_set, load_eval_rows, load_train_rows, make_shape
 from spmdrl.distributed import comm, guard, preemption
 from spmdrl.distributed.engine_state import EngineState
 from spmdrl.distributed.strategy import Strategy, compute_dtype
+from spmdrl.errors import UserError
 from spmdrl.experience import Sample
 from spmdrl.models.loading import checkpoint_eos_token_ids
 from spmdrl.models.tokenizer import load_tokenizer, pad_token_apart_from
@@ -54,7 +55,7 @@ class SupervisedTrainer:
             names=NAMES,
         )
         self.total_steps = len(self.sampler)
-        self.warmup_steps = math.ceil(self.total_steps * optim.lr_warmup_ratio)
+        self.warmup_steps = warmup_steps(self.total_steps, optim.lr_warmup_ratio)
         every = config.eval.eval_steps
         self.eval_every = self.sampler.steps_per_episode if every == -1 else every
         for line in self._description():
@@ -99,6 +100,9 @@ class SupervisedTrainer:
             for rows in (load_train_rows(data, seed=self.config.seed), load_eval_rows(data, seed=self.config.seed))
         )
         assert train is not None
+        wanted = {"eval_on_start": self.config.eval.eval_on_start, "eval_steps": self.config.eval.eval_steps != -1}
+        if held_out is None and (flags := [f"--{name}" for name, is_given in wanted.items() if is_given]):
+            raise UserError(f"{flags[0]}: there are no held-out rows; give --eval_dataset, or leave it out")
         return train, held_out
 
     def _description(self) -> list[str]:

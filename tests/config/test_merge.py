@@ -36,6 +36,13 @@ def test_neither_base_nor_adapter_is_overwritten(tmp_path, folders):
         validate(lora_path=adapter, output_path=adapter)
 
 
+def test_an_adapter_is_not_left_beside_the_merged_model(tmp_path, folders):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"--output_path {tmp_path}/out has an adapter in it"):
+        validate(lora_path=folders[1], output_path=tmp_path / "out")
+
+
 def test_a_damaged_adapter_is_left_to_whoever_reads_it(tmp_path, folders):
     (folders[1] / "adapter_config.json").write_text("[]")
     validate(lora_path=folders[1], output_path=tmp_path / "merged")

@@ -2,6 +2,7 @@ import pytest
 
 from spmdrl.config import PPOConfig, describe_sizes, sizes
 from spmdrl.config.parse import read_config
+from spmdrl.config.sizes import warmup_steps
 from spmdrl.errors import UserError
 
 
@@ -73,3 +74,8 @@ def test_an_actor_that_would_never_start_is_refused():
 def test_dynamic_filtering_makes_the_number_of_steps_a_bound():
     run = config(f"{DEMO} --dynamic_filtering")
     assert "run: at most 12 steps" in "\n".join(describe_sizes(run, 1, sizes(run, world_size=1, num_prompts=96)))
+
+
+def test_a_run_of_one_step_does_not_spend_it_on_the_warmup():
+    assert [warmup_steps(num_steps, 0.03) for num_steps in (0, 1, 2, 33, 34, 100)] == [0, 0, 1, 1, 2, 3]
+    assert warmup_steps(10, 1.0) == 9

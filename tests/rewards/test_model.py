@@ -202,6 +202,22 @@ def test_a_prompt_that_its_template_refuses_is_named():
         reward(batch_of("2", prompt=ChatRenderer(policy)(cell), cell=cell))
 
 
+@pytest.mark.parametrize("apply_chat_template", [False, True])
+def test_a_tokenizer_without_eos_ends_responses_with_nothing(apply_chat_template):
+    policy, own = make_tokenizer(), make_tokenizer(pad="own", chat_template=OTHER_TEMPLATE)
+    own.add_tokens(["new"])  # another vocabulary
+    own.eos_token = None
+    encode, _ = make_encoder(policy, own, apply_chat_template=apply_chat_template)
+    (ids,) = encode(
+        batch_of(
+            "2",
+            prompt=ChatRenderer(policy)("1+1"),
+            cell="1+1",
+        )
+    )
+    assert own.decode(ids).endswith("2")
+
+
 def test_a_tokenizer_that_adds_bos_adds_one(tmp_path):
     path = make_reward_model(tmp_path / "bos", bos="tokenizer")
     own = AutoTokenizer.from_pretrained(path)

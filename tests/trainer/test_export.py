@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from spmdrl.config import ModelConfig
+from spmdrl.config import LoraConfig, ModelConfig
 from spmdrl.errors import UserError
 from spmdrl.models.actor import Actor
 from spmdrl.models.loading import load_causal_lm
+from spmdrl.models.lora import add_lora
 from spmdrl.models.tokenizer import load_tokenizer
 from spmdrl.trainer import export
 from tests.tiny import make_model
@@ -72,6 +73,20 @@ def test_several_chat_templates_are_saved_again_where_they_were(tmp_path):
     for _ in range(2):
         export.save_hf(actor, tokenizer, tmp_path / "out", hf_config=actor.model.config)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == templates
+
+
+@pytest.mark.parametrize("first_lora", [True, False])
+def test_an_adapter_and_a_model_that_take_one_anothers_folder_leave_nothing_behind(tmp_path, first_lora):
+    """transformers would load an adapter that lies beside a model on top of it."""
+    config = ModelConfig(pretrain=make_model(tmp_path / "model"))
+    hf_config = export.hf_config_to_save(str(config.pretrain), config, dtype=torch.float32)
+    for has_lora in (first_lora, not first_lora):
+        model = load_causal_lm(config, dtype=torch.float32)
+        add_lora(model, LoraConfig(lora_rank=2 if has_lora else 0), seed=0)
+        for folder in ("out", f"alone_{has_lora}"):
+            export.save_hf(Actor(model), load_tokenizer(config), tmp_path / folder, hf_config=hf_config)
+    alone = tmp_path / f"alone_{not first_lora}"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in alone.iterdir()}
 
 
 def test_a_small_model_is_one_file(tmp_path):

@@ -232,6 +232,12 @@ def test_statistics_of_scores_are_not_those_of_the_model_that_training_starts_fr
     assert not {"mean", "std"} & set(config)
 
 
+@pytest.mark.parametrize("flag", [{"eval_on_start": True}, {"eval_steps": 2}])
+def test_an_evaluation_of_no_rows_is_refused(tmp_path, one_rank, inputs, flag):
+    with pytest.raises(UserError, match=f"--{next(iter(flag))}: there are no held-out rows"):
+        run("sft", tmp_path, **{**inputs, "eval_dataset": None}, **flag)
+
+
 def test_held_out_loss_is_that_of_transformers_with_prompts_masked(tmp_path, one_rank, inputs):
     trainer = run("sft", tmp_path, **inputs, max_epochs=1, eval_on_start=True)
     first, *_, last = logged(trainer, "eval")
