@@ -23,7 +23,7 @@ demo: setup
 	PATH=$(abspath $(BIN)):$$PATH bash examples/grpo_arithmetic.sh
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow

@@ -20,6 +20,6 @@ setup(
         "math": ["math-verify"],
         "remote": ["httpx2"],
         "serve": ["starlette", "uvicorn"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "pyright[nodejs]"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "pyright[nodejs]"],
     },
 )

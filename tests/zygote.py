@@ -38,6 +38,7 @@ PRELOADED = (
     "matplotlib.backends.backend_agg",
 )
 LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_", "OMP_NUM_THREADS")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS_VARIABLES)}
 MAX_BYTES = 1 << 17  # of a job
 
 
@@ -99,11 +100,10 @@ def _parent(number: int) -> tuple[socket.socket, IO[str]]:
     """The socket to one of the processes that fork, and what it printed. It ends with this process."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     log = tempfile.TemporaryFile("w+", prefix=f"zygote{number}")  # noqa: SIM115 (as long as the process)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS_VARIABLES)}
     with there:
         subprocess.Popen(
             [sys.executable, "-m", "tests.zygote", str(there.fileno()), *PRELOADED],
-            env=env | {"OMP_NUM_THREADS": "1"},
+            env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"},  # what no test has changed
             cwd=ROOT,
             stdout=log,
             stderr=log,
