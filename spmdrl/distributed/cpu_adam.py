@@ -92,7 +92,7 @@ def is_abandoned(lock: Path, after_s: float = 0.0) -> bool:
         return False
     if any(_has_open(process, status) for process in Path("/proc").glob("[0-9]*")):
         return False
-    return _is_local(lock) or time.time() - status.st_mtime > LONGEST_BUILD_S
+    return _is_local(status.st_dev) or time.time() - status.st_mtime > LONGEST_BUILD_S
 
 
 def _has_open(process: Path, status: os.stat_result) -> bool:
@@ -109,9 +109,8 @@ def _is_file(fd: Path, status: os.stat_result) -> bool:
         return False
 
 
-def _is_local(path: Path) -> bool:
-    """Whether the file is on a disk of this host, by the kind of its mount."""
-    device = os.stat(path).st_dev
+def _is_local(device: int) -> bool:
+    """Whether it is a disk of this host, by the kind of its mount."""
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = [line.partition(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
