@@ -1,6 +1,7 @@
 """Whole runs in one --ckpt_path: one at a time, none blocked by a dead one, and none trained again."""
 
 import random
+import signal
 import sys
 
 import pytest
@@ -20,6 +21,8 @@ def test_one_lives_one_is_refused_and_whoever_comes_after_a_kill_or_the_end_goes
 
     first = start("first")
     first.until(f"step 2/{STEPS} |")
+    for process in first.processes:
+        process.send_signal(signal.SIGSTOP)  # or it could be at its end before the second one is at its beginning
     for process in start("second").wait():
         assert process.code == 2, process.out
     for rank in (0, 1):
