@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmdrl.data.readers import describe_value
-from spmdrl.data.rendering import TEMPLATE_ERRORS, Message, checked_text, parse_input_template, to_messages
+from spmdrl.data.rendering import (
+    Message,
+    asking_the_template,
+    check_tool_calls,
+    checked_text,
+    parse_input_template,
+    render,
+    to_messages,
+    to_tools,
+)
 from spmdrl.errors import UserError
 from spmdrl.models.tokenizer import Marked
 
@@ -49,17 +58,20 @@ class ChatTemplate:
                 "--tokenizer_chat_template, as text or as a file, or use --input_template instead"
             )
         self._tokenizer, self._end_tokens = tokenizer, tuple(end_tokens)
-        self._marks_turns = GENERATION_BLOCK.search(tokenizer.get_chat_template()) is not None
 
-    def conversation(self, messages: list[Message], *, first: int) -> Marked:
-        """The assistant turns from message `first` on are learned, each with the token that ends it.
+    def conversation(self, messages: list[Message], *, first: int, tools: Any = None) -> Marked:
+        """The assistant turns from message `first` on are learned, each with the token that ends it. `tools`: the cell
+        with the functions that are open to it.
 
         Their places come from the template's {% generation %} blocks, or where it has none from rendering the
         conversation up to each turn: a template that renders a beginning differently on its own is refused.
         """
         turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-        if self._marks_turns:
-            text, blocks = self._rendered_blocks(messages)
+        functions = to_tools(tools, self._tokenizer)
+        with asking_the_template():
+            template = self._tokenizer.get_chat_template(tools=functions)
+        if GENERATION_BLOCK.search(template):
+            text, blocks = self._rendered_blocks(messages, functions)
             num_turns = sum(message["role"] == "assistant" for message in messages)
             if len(blocks) != num_turns:
                 raise UserError(
@@ -68,15 +80,15 @@ class ChatTemplate:
                 )
             parts = [self._until_end(text, *block) for block in blocks[num_turns - len(turns) :]]
         else:
-            text = self._rendered(messages)
-            parts = [self._turn(text, messages, turn) for turn in turns]
+            text = render(self._tokenizer, messages, functions)
+            parts = [self._turn(text, messages, turn, functions) for turn in turns]
         if parts and not text[parts[-1][1] :].strip():
             text = text[: parts[-1][1]]  # no line break after the last token that ends a turn
         return Marked(checked_text(text), tuple(parts))
 
-    def _turn(self, text: str, messages: list[Message], turn: int) -> tuple[int, int]:
-        before = self._rendered(messages[:turn], add_generation_prompt=True) if turn else ""
-        until = self._rendered(messages[: turn + 1]) if turn + 1 < len(messages) else text
+    def _turn(self, text: str, messages: list[Message], turn: int, tools: list | None) -> tuple[int, int]:
+        before = render(self._tokenizer, messages[:turn], tools, add_generation_prompt=True) if turn else ""
+        until = render(self._tokenizer, messages[: turn + 1], tools) if turn + 1 < len(messages) else text
         if not (until.startswith(before) and text.startswith(until)):
             raise UserError(
                 f"message {turn + 1} cannot be told apart from what is before it: the chat template renders the "
@@ -92,33 +104,20 @@ class ChatTemplate:
             return start, start + len(stripped)
         return start, end + len(next((token for token in self._end_tokens if text.startswith(token, end)), ""))
 
-    def _rendered(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except TEMPLATE_ERRORS as error:
-            raise _refused(error) from error
-
-    def _rendered_blocks(self, messages: list[Message]) -> tuple[str, list[tuple[int, int]]]:
+    def _rendered_blocks(self, messages: list[Message], tools: list | None) -> tuple[str, list[tuple[int, int]]]:
         """The text and the places of its {% generation %} blocks, in characters."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
+        check_tool_calls(self._tokenizer, messages)
+        with asking_the_template():
             texts, blocks = render_jinja_template(
                 [messages],
-                chat_template=self._tokenizer.get_chat_template(),
+                tools=tools,
+                chat_template=self._tokenizer.get_chat_template(tools=tools),
                 return_assistant_tokens_mask=True,
                 **self._tokenizer.special_tokens_map,
             )
-        except TEMPLATE_ERRORS as error:
-            raise _refused(error) from error
         return texts[0], [tuple(block) for block in blocks[0]]
-
-
-def _refused(error: Exception) -> UserError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return UserError(f"is refused by the chat template ({reason})")
 
 
 def response_messages(cell: Any, prompt: list[Message]) -> list[Message]:
@@ -134,8 +133,10 @@ def response_messages(cell: Any, prompt: list[Message]) -> list[Message]:
     return messages
 
 
-def is_blank(content: Any) -> bool:
-    return not (content.strip() if isinstance(content, str) else content)
+def repeats(response: Any, *prompts: Any) -> bool:
+    """Whether a response, if it is text, begins with its prompt, which is one of these."""
+    texts = [prompt.strip() for prompt in prompts if isinstance(prompt, str)]
+    return isinstance(response, str) and any(text and response.lstrip().startswith(text) for text in texts)
 
 
 def common_beginning(a: Sequence[Any], b: Sequence[Any]) -> int:

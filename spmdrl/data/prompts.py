@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, overload
 from tqdm import tqdm
 
 from spmdrl.data.readers import Row
-from spmdrl.data.rendering import Renderer, make_renderer
+from spmdrl.data.rendering import TOOLS, Renderer, make_renderer
 from spmdrl.data.sources import Rows, load_rows
 from spmdrl.errors import UserError
 from spmdrl.models.tokenizer import encode_texts
@@ -175,7 +175,7 @@ def _render_row(rows: Rows, index: int, row: Row, config: "PromptDataConfig", re
     if config.label_key is not None:
         rows.require(index, row, config.label_key, flag="--label_key")
     try:
-        return render(cell)
+        return render(cell, row.get(TOOLS))
     except UserError as error:
         raise UserError(f"{rows.where(index)}: {config.input_key!r} (--input_key) {error}") from error
 

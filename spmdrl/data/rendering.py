@@ -6,7 +6,9 @@ Errors say what is wrong with the cell; the caller puts file, row and column in 
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Message = dict[str, Any]
-Renderer = Callable[[Any], str]
+Renderer = Callable[[Any, Any], str]  # (prompt cell, cell of TOOLS) -> text
+TOOLS = "tools"  # column with the functions that a chat template tells the model of, as in TRL's data sets
 ENCODED_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|content)"\s*:')
 # What a chat template, which is code of the checkpoint's, raises on conversations that it does not take.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
@@ -44,7 +47,7 @@ class TextRenderer:
     def __init__(self, input_template: str | None):
         self._template = "{}" if input_template is None else parse_input_template(input_template)
 
-    def __call__(self, cell: Any) -> str:
+    def __call__(self, cell: Any, tools: Any = None) -> str:
         if isinstance(cell, list) or (isinstance(cell, str) and _decode_messages(cell) is not None):
             raise UserError("is a list of messages: add --apply_chat_template")
         if not isinstance(cell, str):
@@ -78,16 +81,16 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._is_checked = False
 
-    def __call__(self, cell: Any) -> str:
-        messages = to_messages(cell)
+    def __call__(self, cell: Any, tools: Any = None) -> str:
+        messages, functions = to_messages(cell), to_tools(tools, self._tokenizer)
         if messages and messages[-1]["role"] == "assistant":
             raise UserError("ends with an assistant turn, which is what the policy writes: end it with a user turn")
-        if not messages or _is_blank(messages[-1]["content"]):
+        if not messages or is_blank(messages[-1]):
             return ""
-        text = self._render(messages, add_generation_prompt=True)
+        text = render(self._tokenizer, messages, functions, add_generation_prompt=True)
         if not self._is_checked:
             self._is_checked = True
-            if text == self._render(messages, add_generation_prompt=False):
+            if text == render(self._tokenizer, messages, functions):
                 logger.warning(
                     "The chat template gives the same text with and without a generation prompt: check that prompts "
                     "end with the assistant header, or give another --tokenizer_chat_template. A prompt ends: %r",
@@ -95,14 +98,58 @@ class ChatRenderer:
                 )
         return checked_text(text)
 
-    def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except TEMPLATE_ERRORS as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise UserError(f"is refused by the chat template ({reason})") from error
+
+def render(
+    tokenizer: Any, messages: list[Message], tools: list | None, *, add_generation_prompt: bool = False
+) -> str:
+    """The conversation in the tokenizer's chat template."""
+    check_tool_calls(tokenizer, messages)
+    options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    with asking_the_template():
+        return tokenizer.apply_chat_template(messages, tools=tools, **options)
+
+
+@contextmanager
+def asking_the_template() -> Iterator[None]:
+    """UserError for what a template raises."""
+    try:
+        yield
+    except TEMPLATE_ERRORS as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(f"is refused by the chat template ({reason})") from error
+
+
+def check_tool_calls(tokenizer: Any, messages: list[Message]) -> None:
+    """A template that does not know them would write the content beside them, which is often null, and nothing else."""
+    if any(message.get("tool_calls") for message in messages) and "tool_calls" not in str(tokenizer.chat_template):
+        raise UserError(
+            "has tool calls, which the chat template does not render: give a --tokenizer_chat_template that does"
+        )
+
+
+def to_tools(cell: Any, tokenizer: Any) -> list[dict[str, Any]] | None:
+    """The functions in a row's TOOLS, a list or that list as JSON; None where there are none or the chat template has
+    no place for them, which is said once."""
+    if cell in (None, "", []):
+        return None
+    if TOOLS not in str(tokenizer.chat_template):
+        _warn_once("Rows have tools, which a chat template does not render: give a --tokenizer_chat_template that does")
+        return None
+    try:
+        tools = json.loads(cell) if isinstance(cell, str) else cell
+    except (ValueError, RecursionError):
+        tools = cell
+    if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
+        raise UserError(
+            f"comes with a column {TOOLS!r} that is {describe_value(cell)}, expected a list of functions for the chat "
+            "template, or that list as JSON; rename a column of something else"
+        )
+    return _without_nulls(tools) or None
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def to_messages(cell: Any) -> list[Message]:
@@ -137,12 +184,32 @@ def _to_message(item: Any, number: int) -> Message:
     content = item.get("content")
     if not isinstance(content, str | list) and not item.get("tool_calls"):
         raise UserError(f"message {number} ({item['role']}) has no text in 'content'")
-    # Arrow fills keys that other messages have with None, which templates take for present.
-    return {**{key: value for key, value in item.items() if value is not None}, "content": content}
+    return {**_without_nulls(item), "content": _without_nulls(content)}
 
 
-def _is_blank(content: Any) -> bool:
-    return not (content.strip() if isinstance(content, str) else content)
+def _without_nulls(value: Any) -> Any:
+    """Arrow fills keys that other rows and messages have with None, which templates take for present."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def is_blank(message: Message) -> bool:
+    """Whether a turn says nothing and calls no tool."""
+    content = message["content"]
+    return not message.get("tool_calls") and not (content.strip() if isinstance(content, str) else content)
+
+
+def plain_text_note(data: Any, tokenizer: Any) -> str | None:
+    """What to say where rows are rendered as plain text and nobody chose that over a chat template that is there.
+
+    data: a section with the flags of rows.
+    """
+    chooses = data.input_template != type(data).input_template or getattr(data, "pretrain_mode", False)
+    if data.apply_chat_template or chooses or not tokenizer.chat_template:
+        return None
+    shape = f" in {data.input_template!r}" if data.input_template else ""
+    return f"rows are plain text{shape}; --pretrain has a chat template, which --apply_chat_template would use"
 
 
 def checked_text(text: str) -> str:

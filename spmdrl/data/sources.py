@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from spmdrl.config.splits import exists, sources_of
 from spmdrl.data.readers import ArrowTable, CsvFile, Reader, Row, read_json
 from spmdrl.errors import UserError
 
@@ -85,7 +86,7 @@ def load_rows(
     max_samples: at most this many rows, the first ones of the mixture.
     flag: the name of the flag that gave `spec`, for messages; `{flag}_probs` gave `probs`.
     """
-    names = [spec] if _exists(spec) else [name.strip() for name in spec.split(",")]
+    names = sources_of(spec)
     if not all(names):
         raise UserError(f"{flag} {spec!r} has an empty name between its commas")
     if max_samples < 1:
@@ -105,11 +106,6 @@ def load_rows(
     return Rows([reader for readers in sources for reader in readers], *_locate(sources, order), labels)
 
 
-def _exists(source: str) -> bool:
-    """Also for what is no path, or too long for one."""
-    return os.path.exists(os.path.expanduser(source))
-
-
 def parse_probs(probs: str, num_sources: int, *, flag: str) -> list[float]:
     """`0.5,0.5` as weights that sum to 1, one for each source."""
     try:
@@ -123,6 +119,8 @@ def parse_probs(probs: str, num_sources: int, *, flag: str) -> list[float]:
         )
     if not all(0 <= weight < float("inf") for weight in weights) or sum(weights) == 0:
         raise UserError(f"{flag}_probs {probs!r}: the numbers must be zero or more, and not all zero")
+    if len(weights) == 1 and weights != [1.0]:
+        raise UserError(f"{flag}_probs {probs!r}: every row comes from the one source of {flag}; leave it out")
     return [weight / sum(weights) for weight in weights]
 
 
@@ -150,24 +148,14 @@ def _locate(sources: list[list[Reader]], order: np.ndarray) -> tuple[np.ndarray,
     return reader_of, row_of
 
 
-def has_splits(spec: str) -> bool:
-    """Whether any of the sources is more than a single file, a saved `Dataset` or the split that its name names."""
-    for name in (part.strip() for part in spec.split(",")):
-        path = os.path.expanduser(name)
-        is_one = os.path.isfile(path) or os.path.isfile(os.path.join(path, "state.json"))
-        if not (is_one or ("@" in name and not _exists(name))):
-            return True
-    return False
-
-
 def _open_source(source: str, split: str, flag: str) -> list[Reader]:
     name, own_split = source, ""
-    if "@" in source and not _exists(source):
+    if "@" in source and not exists(source):
         name, _, own_split = (part.strip() for part in source.rpartition("@"))
         if not (name and own_split):
             raise UserError(f"{flag} {source!r}: expected NAME@SPLIT")
     path = Path(os.path.expanduser(name))
-    if not _exists(name):
+    if not exists(name):
         if path.suffix.lower() in EXTENSIONS or name.startswith(("/", ".", "~")) or name.count("/") > 1:
             raise UserError(f"{flag} {name}: no such file or directory")
         return [_open_hub(name, own_split, split, flag)]

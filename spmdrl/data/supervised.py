@@ -6,8 +6,8 @@ another row's response to the same prompt.
 
 import hashlib
 import json
+import math
 import os
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +20,19 @@ import torch
 from tqdm import tqdm
 
 from spmdrl.algos.losses import BatchCounts
+from spmdrl.config.splits import with_splits
 from spmdrl.config.supervised import DatasetConfig, LabelledDataConfig, PairDataConfig, TextDataConfig
 from spmdrl.data.conversations import (
     ChatTemplate,
     TextTemplate,
     common_beginning,
-    is_blank,
     plain_text,
+    repeats,
     response_messages,
 )
 from spmdrl.data.readers import Row, describe_value
-from spmdrl.data.rendering import Message, to_messages
-from spmdrl.data.sources import NoSplit, Rows, has_splits, load_rows
+from spmdrl.data.rendering import TOOLS, Message, is_blank, to_messages
+from spmdrl.data.sources import NoSplit, Rows, load_rows
 from spmdrl.errors import UserError
 from spmdrl.experience import Sample
 from spmdrl.models.tokenizer import Encoded, Marked, encode_marked
@@ -39,6 +40,8 @@ from spmdrl.models.tokenizer import Encoded, Marked, encode_marked
 BATCH_ROWS = 1000  # rows tokenised in one call
 PROGRESS_ROWS = 20_000  # from so many rows on, rank 0 shows a progress bar
 EMPTY, EQUAL, TOO_LONG = "empty", "with two equal responses", "without room for a response"
+LABELS = {"true": 1.0, "false": 0.0}  # that are text
+REPEATING_ROWS = 10  # fewer may begin with their prompts by chance
 MAX_SHIFT = 100  # rows after a row that are looked at for another prompt's response
 
 
@@ -52,6 +55,10 @@ class RowAt:
 
     def cell(self, key: str, flag: str) -> Any:
         return self.rows.require(self.index, self.row, key, flag=flag)
+
+    def unexpected(self, key: str, flag: str, cell: Any, wanted: str) -> UserError:
+        where = f"{self.rows.where(self.index)}: {key!r} ({flag})"
+        return UserError(f"{where} is {describe_value(cell)}, expected {wanted}")
 
     @contextmanager
     def naming(self, key: str, flag: str) -> Iterator[None]:
@@ -69,6 +76,7 @@ class Rendered:
     texts: list[Marked]
     targets: dict[str, float]
     must_differ: bool = False  # or there is nothing to learn from them
+    repeats_prompt: bool = False  # at the beginning of what is learned, though it stands in front of that
 
 
 # A row's sequences, or why it is left out.
@@ -88,15 +96,16 @@ class TextRows:
             return exchange(at, self.shape, key, (config.output_key, "--output_key"))
         with at.naming(*key):
             if isinstance(self.shape, ChatTemplate):
-                return self._conversation(self.shape, to_messages(cell))
+                return self._conversation(self.shape, to_messages(cell), at.row.get(TOOLS))
             text = plain_text(cell)
             return _row([Marked(text, ((0, len(text)),))]) if text.strip() else EMPTY
 
-    def _conversation(self, chat: ChatTemplate, messages: list[Message]) -> Rendered | str:
+    def _conversation(self, chat: ChatTemplate, messages: list[Message], tools: Any) -> Rendered | str:
         if _is_empty(messages):
             return EMPTY
         check_ends_with_response(messages)
-        return _row([chat.conversation(messages, first=1 if self.config.multiturn else len(messages) - 1)])
+        first = 1 if self.config.multiturn else len(messages) - 1
+        return _row([chat.conversation(messages, first=first, tools=tools)])
 
 
 def check_ends_with_response(messages: list[Message]) -> None:
@@ -117,14 +126,17 @@ def exchange(
             text = shape.prompt(prompt_cell)
         with at.naming(*response):
             answer = plain_text(response_cell)
-        return _row([shape.joined(text, answer)]) if prompt_cell.strip() and answer.strip() else EMPTY
+        if not (prompt_cell.strip() and answer.strip()):
+            return EMPTY
+        return Rendered([shape.joined(text, answer)], {}, repeats_prompt=repeats(answer, prompt_cell, text))
     with at.naming(*prompt):
         messages = to_messages(prompt_cell)
     with at.naming(*response):
         answers = response_messages(response_cell, messages)
         if _is_empty(messages) or _is_empty(answers):
             return EMPTY
-        return _row([shape.conversation(messages + answers, first=len(messages))])
+        marked = shape.conversation(messages + answers, first=len(messages), tools=at.row.get(TOOLS))
+        return Rendered([marked], {}, repeats_prompt=repeats(response_cell, messages[-1]["content"]))
 
 
 class PairRows:
@@ -137,10 +149,21 @@ class PairRows:
         sides = self._conversations(at) if isinstance(self.shape, ChatTemplate) else self._texts(at)
         if isinstance(sides, str):
             return sides
-        return Rendered(sides, {"margin": self._margin(at)} if self.with_margin else {}, must_differ=True)
+        targets = {"margin": self._margin(at)} if self.with_margin else {}
+        return Rendered(sides, targets, must_differ=True, repeats_prompt=self._repeats_prompt(at))
 
     def _keys(self) -> tuple[tuple[str, str], tuple[str, str]]:
         return (self.config.chosen_key, "--chosen_key"), (self.config.rejected_key, "--rejected_key")
+
+    def _repeats_prompt(self, at: RowAt) -> bool:
+        if self.config.prompt_key is None:
+            return False
+        prompt = at.row[self.config.prompt_key]
+        if isinstance(self.shape, ChatTemplate):
+            prompts = [to_messages(prompt)[-1]["content"]]
+        else:
+            prompts = [prompt, self.shape.prompt(prompt)]
+        return all(repeats(at.row[key], *prompts) for key, _ in self._keys())
 
     def _conversations(self, at: RowAt) -> list[Marked] | str:
         assert isinstance(self.shape, ChatTemplate)
@@ -168,7 +191,7 @@ class PairRows:
         out = []
         for column, messages in zip(self._keys(), whole, strict=True):
             with at.naming(*column):
-                out.append(self.shape.conversation(messages, first=first))
+                out.append(self.shape.conversation(messages, first=first, tools=at.row.get(TOOLS)))
         return out
 
     def _texts(self, at: RowAt) -> list[Marked] | str:
@@ -196,7 +219,10 @@ class PairRows:
         return [Marked(answer, ((start, len(answer)),)) for answer in answers]
 
     def _margin(self, at: RowAt) -> float:
-        return _number(at, "margin", "--margin_loss")
+        margin = _number(cell := at.cell("margin", "--margin_loss"))
+        if margin is None:
+            raise at.unexpected("margin", "--margin_loss", cell, "a number")
+        return margin
 
 
 class LabelledRows:
@@ -208,14 +234,20 @@ class LabelledRows:
     def __call__(self, at: RowAt) -> Rendered | str:
         config = self.config
         own = self._sequence(at, at.row)
-        label = _number(at, config.label_key, "--label_key")
-        if label not in (0, 1):
-            where = f"{at.rows.where(at.index)}: {config.label_key!r} (--label_key)"
-            raise UserError(f"{where} is {label:g}, expected true or false, 1 or 0")
+        label = self._label(at)
         if isinstance(own, str):
             return own
         other = self._mismatched(at)
-        return Rendered([*own.texts, *other.texts], {"label": label})
+        return Rendered([*own.texts, *other.texts], {"label": label}, repeats_prompt=own.repeats_prompt)
+
+    def _label(self, at: RowAt) -> float:
+        key = (self.config.label_key, "--label_key")
+        cell = at.cell(*key)
+        label = LABELS.get(cell.strip().lower()) if isinstance(cell, str) else None
+        label = _number(cell) if label is None else label
+        if label not in (0, 1):
+            raise at.unexpected(*key, cell, "true or false, 1 or 0")
+        return label
 
     def _sequence(self, at: RowAt, row: Row) -> Rendered | str:
         config, key = self.config, (self.config.input_key, "--input_key")
@@ -230,7 +262,7 @@ class LabelledRows:
             if _is_empty(messages):
                 return EMPTY
             check_ends_with_response(messages)
-            return _row([self.shape.conversation(messages, first=len(messages) - 1)])
+            return _row([self.shape.conversation(messages, first=len(messages) - 1, tools=at.row.get(TOOLS))])
 
     def _mismatched(self, at: RowAt) -> Rendered:
         """This row's prompt with the response of the next row that has another one; its own where there is none."""
@@ -264,14 +296,16 @@ def _row(texts: list[Marked]) -> Rendered:
 
 
 def _is_empty(messages: list[Message]) -> bool:
-    return not messages or is_blank(messages[-1]["content"])
+    return not messages or is_blank(messages[-1])
 
 
-def _number(at: RowAt, key: str, flag: str) -> float:
-    value = at.cell(key, flag)
-    if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise UserError(f"{at.rows.where(at.index)}: {key!r} ({flag}) is {describe_value(value)}, expected a number")
-    return float(value)
+def _number(cell: Any) -> float | None:
+    """A finite number, also one that is spelled, as cells of CSV are; None for anything else."""
+    try:
+        number = float(cell) if isinstance(cell, int | float | str) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _word_start(text: str, place: int) -> int:
@@ -353,10 +387,13 @@ def build_set(
     """Renders and tokenises every row; drops and counts those that have nothing to learn."""
     out = SupervisedSet(rows, group_size=group_size, max_len=config.max_len)
     show_progress = os.environ.get("RANK", "0") == "0" and len(rows) >= PROGRESS_ROWS
+    num_rendered, repeating = 0, array("q")  # indices of rows
     with tqdm(total=len(rows), desc="Tokenising rows", disable=not show_progress) as bar:
         for batch in _batches(rows, BATCH_ROWS):
             rendered = [render(RowAt(rows, index, row)) for index, row in batch]
             kept = [row for row in rendered if isinstance(row, Rendered)]
+            num_rendered += len(kept)
+            repeating.extend(i for (i, _), row in zip(batch, rendered, strict=True) if _repeats_prompt(row))
             out.dropped.update(row for row in rendered if isinstance(row, str))
             encoded = iter(encode_marked(tokenizer, [text for row in kept for text in row.texts]))
             for row in kept:
@@ -370,9 +407,24 @@ def build_set(
                     out.add(sequences, row.targets)
                     out.num_cut += sum(len(sequence.ids) > config.max_len for sequence in ended)
             bar.update(len(batch))
+    if len(repeating) >= max(REPEATING_ROWS, 0.9 * num_rendered):
+        raise UserError(_repetition(rows, repeating, num_rendered, config))
     if not len(out):
         raise UserError(f"no row is left: {out.describe()}; see --max_len and the key flags")
     return out
+
+
+def _repeats_prompt(row: Rendered | str) -> bool:
+    return isinstance(row, Rendered) and row.repeats_prompt
+
+
+def _repetition(rows: Rows, repeating: Sequence[int], num_rows: int, config: DatasetConfig) -> str:
+    is_pair = isinstance(config, PairDataConfig) and not config.apply_chat_template
+    remedy = ", or leave --prompt_key out: what both sides begin with is their prompt then" if is_pair else ""
+    return (
+        f"{rows.where(repeating[0])}: the response begins with its prompt, and so it is in {len(repeating)} of "
+        f"{num_rows} rows: the prompt would come twice. Cut it off from the responses{remedy}"
+    )
 
 
 def _batches(rows: Rows, size: int) -> Iterator[list[tuple[int, Row]]]:
@@ -416,18 +468,16 @@ def load_train_rows(config: DatasetConfig, *, seed: int) -> Rows:
 
 
 def load_eval_rows(config: DatasetConfig, *, seed: int) -> Rows | None:
-    """Of --eval_dataset, or of --eval_split of --dataset; None where there is neither."""
+    """Of --eval_dataset, or of --eval_split of the sources of --dataset that have splits, since the others are trained on
+    whole; None where there is neither."""
     options: dict[str, Any] = {"split": config.eval_split, "max_samples": config.max_samples, "seed": seed}
     if config.eval_dataset is not None:
         return load_rows(config.eval_dataset, None, flag="--eval_dataset", **options)
-    is_default = config.eval_split == DatasetConfig.eval_split
-    if not has_splits(str(config.dataset)):
-        if not is_default:
-            raise UserError(f"--eval_split {config.eval_split}: --dataset {config.dataset} has no splits")
+    if not (spec := with_splits(str(config.dataset))):
         return None
     try:
-        return load_rows(str(config.dataset), None, flag="--dataset", **options)
+        return load_rows(spec, None, flag="--dataset", **options)
     except NoSplit:
-        if not is_default:
+        if config.eval_split != DatasetConfig.eval_split:
             raise
         return None

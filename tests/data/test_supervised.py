@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmdrl.config.supervised import DatasetConfig, LabelledDataConfig, PairDataConfig, TextDataConfig
+from spmdrl.data import rendering
 from spmdrl.data.supervised import (
     LabelledRows,
     PairRows,
@@ -232,6 +233,125 @@ def test_pairs_that_come_out_equal_are_left_out_too(tmp_path):
     assert (len(kept), kept.dropped) == (2, {"with two equal responses": 2})
 
 
+# ---- responses that hold their prompts too --------------------------------------------------------------------------
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+@pytest.mark.parametrize("kind", ["pair", "exchange", "labelled"])
+def test_a_set_whose_responses_begin_with_their_prompts_is_refused(tmp_path, kind, chat):
+    """As older sets of pairs have them. One row in ten may be another one; so few rows that it may be chance pass."""
+    build = {"pair": pairs, "exchange": texts, "labelled": labelled}[kind]
+    keys = {"prompt_key": "input"} if kind == "pair" else {"output_key": "output"}
+
+    def rows(num_repeating, num_others=0):
+        out = [(f"Q{i}? ", f"Q{i}? yes", f"Q{i}? no") for i in range(num_repeating)]
+        out += [(f"Q{i}?", "yes", "no") for i in range(num_others)]
+        return [{"input": q, "output": a, "chosen": a, "rejected": b, "label": 1} for q, a, b in out]
+
+    for content in (rows(10), rows(9, 1) * 2):
+        with pytest.raises(UserError) as error:
+            build(tmp_path, content, apply_chat_template=chat, **keys)
+        repeating = 10 if content == rows(10) else 18
+        where = f"{tmp_path}/rows.jsonl line 1: the response begins with its prompt, and so it is in {repeating} of "
+        assert str(error.value).startswith(f"{where}{len(content)} rows: the prompt would come twice. Cut it off")
+        assert ("leave --prompt_key out" in str(error.value)) == (kind == "pair" and not chat)
+    for content in (rows(9), rows(8, 2) * 2):
+        assert len(build(tmp_path, content, apply_chat_template=chat, **keys)) == len(content)
+
+
+def test_one_side_that_begins_with_the_prompt_is_an_answer(tmp_path):
+    rows = [{"prompt": f"Q{i}?", "chosen": f"Q{i}? Let me see", "rejected": "no"} for i in range(10)]
+    assert len(pairs(tmp_path, rows, prompt_key="prompt")) == 10
+
+
+def test_the_template_around_a_prompt_is_part_of_it(tmp_path):
+    rows = [{"input": f"{i}", "output": f"User: {i}\nAssistant: yes"} for i in range(10)]
+    with pytest.raises(UserError, match="line 1: the response begins with its prompt"):
+        texts(tmp_path, rows, output_key="output")
+
+
+# ---- tools ----------------------------------------------------------------------------------------------------------
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": "text"}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+# As a template of a model with tools: their list in front, calls in JSON after what an assistant says.
+SAID = (
+    "{% if message['content'] %}{{ message['content'] }}{% endif %}"
+    "{% for call in message.get('tool_calls', []) %}call {{ call['function'] | tojson }}{% endfor %}"
+)
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\nSAID<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+).replace("SAID", SAID)
+MARKED_TOOL_TEMPLATE = TOOL_TEMPLATE.replace(
+    SAID,
+    "{% if message['role'] == 'assistant' %}{% generation %}SAID{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}".replace("SAID", SAID),
+)
+ASKED = [user("How is Oslo?"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+ANSWERED = [*ASKED, {"role": "tool", "content": "rain"}, bot("Wet")]
+SYSTEM = f"<|im_start|>system\n{json.dumps(WEATHER)}{EOS}\n"
+CALLED = f"call {json.dumps(CALL['function'])}{EOS}"
+
+
+@pytest.mark.parametrize("template", [TOOL_TEMPLATE, MARKED_TOOL_TEMPLATE], ids=["by prefixes", "by marks"])
+@pytest.mark.parametrize("tools", [[WEATHER], json.dumps([WEATHER])], ids=["list", "JSON"])
+def test_the_template_sees_the_tools_of_a_row_and_calls_are_learned(tmp_path, template, tools):
+    tokenizer = make_tokenizer(chat_template=template)
+    rows = [{"input": ANSWERED, "tools": tools}, {"input": ASKED, "tools": None}, {"input": ASKED}]
+    kept = texts(tmp_path, rows, apply_chat_template=True, multiturn=True, tokenizer=tokenizer, max_len=500)
+    (text, learned), *others = all_shown(kept, tokenizer)
+    assert text.startswith(f"{SYSTEM}<|im_start|>user\nHow is Oslo?{EOS}\n<|im_start|>assistant\n{CALLED}\n<|im_start|>t")
+    assert learned == f"{CALLED}Wet{EOS}"
+    assert [learned for _, learned in others] == [CALLED] * 2
+    assert all(text.startswith("<|im_start|>user") for text, _ in others)
+
+
+def test_tools_reach_every_kind_of_row(tmp_path):
+    options = {"apply_chat_template": True, "tokenizer": make_tokenizer(chat_template=TOOL_TEMPLATE), "max_len": 500}
+    row = {"tools": [WEATHER], "label": 1, "input": "How is Oslo?", "output": ASKED[1:]}
+    row |= {"chosen": ASKED[1:], "rejected": "Dry", "talk": ASKED}
+    sets = [
+        texts(tmp_path, [row], output_key="output", **options),
+        labelled(tmp_path, [row], output_key="output", **options),
+        labelled(tmp_path, [row], input_key="talk", **options),
+        pairs(tmp_path, [row], prompt_key="input", **options),
+    ]
+    for rows in sets:
+        for text, learned in all_shown(rows, options["tokenizer"]):
+            assert text.startswith(SYSTEM)
+            assert learned in (CALLED, f"Dry{EOS}")
+
+
+def test_keys_that_arrow_fills_with_null_are_not_shown_to_the_template(tmp_path):
+    """It gives every struct of a column the keys of all."""
+    from datasets import Dataset
+
+    other = {"type": "function", "function": {"name": "time", "parameters": {"zone": "text"}}}
+    Dataset.from_list([{"input": ASKED, "tools": [WEATHER, other]}]).to_parquet(tmp_path / "rows.parquet")
+    tokenizer = make_tokenizer(chat_template=TOOL_TEMPLATE)
+    data = TextDataConfig(dataset=f"{tmp_path}/rows.parquet", apply_chat_template=True)
+    render = TextRows(data, make_shape(data, tokenizer, END_IDS))
+    rows = build_set(load_train_rows(data, seed=1), render, data, tokenizer, group_size=1, end_ids=END_IDS)
+    ((text, learned),) = all_shown(rows, tokenizer)
+    assert text.startswith(f"<|im_start|>system\n{json.dumps(WEATHER)}{json.dumps(other)}{EOS}")
+    assert learned == CALLED
+
+
+def test_calls_and_tools_that_no_template_renders_are_not_left_out_silently(tmp_path, caplog):
+    with pytest.raises(UserError, match=r"line 1: 'input' \(--input_key\) has tool calls, which the chat template does"):
+        texts(tmp_path, [{"input": ASKED}], apply_chat_template=True)
+    rendering._warn_once.cache_clear()
+    assert len(texts(tmp_path, [{"input": TALK, "tools": [WEATHER]}] * 3, apply_chat_template=True)) == 3
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("Rows have tools, which a chat template does not render")
+
+
+@pytest.mark.parametrize("tools", ["weather", 5, ["weather"], {"name": "weather"}, "{}"])
+def test_a_column_of_that_name_that_holds_something_else_is_named(tmp_path, tools):
+    tokenizer = make_tokenizer(chat_template=TOOL_TEMPLATE)
+    with pytest.raises(UserError, match=r"'input' \(--input_key\) comes with a column 'tools' that is .*, expected a list"):
+        texts(tmp_path, [{"input": ANSWERED, "tools": tools}], apply_chat_template=True, tokenizer=tokenizer)
+
+
 # ---- lengths --------------------------------------------------------------------------------------------------------
 def test_a_cut_sequence_ends_in_eos_but_does_not_learn_it(tmp_path):
     row = {"prompt": "Hello", "chosen": "abcdefghij", "rejected": "xyz"}
@@ -272,6 +392,21 @@ def test_messages_in_json_are_of_the_same_prompt_as_their_list_is(tmp_path):
         tmp_path, [{"input": cell, "label": 1} for cell in map(json.dumps, talks)], apply_chat_template=True
     )
     assert [learned for _, learned in all_shown(rows)][1::2] == [f"2{EOS}", f"2{EOS}", f"Hi!{EOS}"]
+
+
+@pytest.mark.parametrize("cells", [(True, False), (1, 0), (1.0, 0.0), ("true", "False"), ("1", " 0")], ids=str)
+def test_labels_may_be_spelled(tmp_path, cells):
+    rows = [{"input": str(i), "output": "b", "label": cell} for i, cell in enumerate(cells)]
+    assert labelled(tmp_path, rows, output_key="output").targets["label"].tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("yes", "no"), [("true", "false"), ("True", "False"), ("TRUE", "FALSE"), ("1", "0")])
+def test_labels_of_a_csv_file(tmp_path, yes, no):
+    (tmp_path / "rows.csv").write_text(f"input,output,label\na,b,{yes}\nc,d,{no}\n")
+    data = LabelledDataConfig(dataset=f"{tmp_path}/rows.csv", output_key="output")
+    render = LabelledRows(data, make_shape(data, TOKENIZER, END_IDS))
+    rows = build_set(load_train_rows(data, seed=1), render, data, TOKENIZER, group_size=2, end_ids=END_IDS)
+    assert rows.targets["label"].tolist() == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -334,13 +469,21 @@ def test_a_bad_cell_is_named_with_its_file_line_and_column(tmp_path, row, option
 def test_bad_pairs_and_labels_are_named_too(tmp_path):
     with pytest.raises(UserError, match=r"line 1: 'chosen' \(--chosen_key\) has no prompt in front of it"):
         pairs(tmp_path, [{"chosen": "a", "rejected": "b"}], apply_chat_template=True)
-    with pytest.raises(UserError, match=r"line 1: 'label' \(--label_key\) is 2, expected true or false"):
-        labelled(tmp_path, [{"input": "a", "output": "b", "label": 2}], output_key="output")
-    with pytest.raises(UserError, match=r"line 1: 'label' \(--label_key\) is .*, expected a number"):
-        labelled(tmp_path, [{"input": "a", "output": "b", "label": "yes"}], output_key="output")
+    for label in (2, "yes", None, "0.5", 10**400):
+        with pytest.raises(UserError, match=r"line 1: 'label' \(--label_key\) is .*, expected true or false, 1 or 0"):
+            labelled(tmp_path, [{"input": "a", "output": "b", "label": label}], output_key="output")
 
 
-@pytest.mark.parametrize("margin", ["1.5", None, float("nan"), float("inf"), -(10**400)])
+def test_a_margin_may_be_spelled(tmp_path):
+    """As in a column of CSV whose cells are not all written as Python writes numbers."""
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected,margin\na,b,c,1.50\na,d,e,2\n")
+    data = PairDataConfig(dataset=f"{tmp_path}/rows.csv", prompt_key="prompt")
+    render = PairRows(data, make_shape(data, TOKENIZER, END_IDS), with_margin=True)
+    rows = build_set(load_train_rows(data, seed=1), render, data, TOKENIZER, group_size=2, end_ids=END_IDS)
+    assert rows.targets["margin"].tolist() == [1.5, 1.5, 2, 2]
+
+
+@pytest.mark.parametrize("margin", ["much", "", None, float("nan"), float("inf"), "nan", -(10**400)])
 def test_a_margin_is_a_finite_number(tmp_path, margin):
     row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
     with pytest.raises(UserError, match=r"line 1: 'margin' \(--margin_loss\) is .*, expected a number"):
@@ -372,8 +515,17 @@ def test_held_out_rows_come_from_their_own_flag_or_from_the_split_of_the_data_se
     assert held_out(dataset=str(folder)) is None
     with pytest.raises(UserError, match="has no split 'validation'"):
         held_out(dataset=str(folder), eval_split="validation")
-    with pytest.raises(UserError, match="--eval_split validation"):
-        held_out(dataset=one, eval_split="validation")
+
+
+def test_what_is_trained_on_whole_is_not_held_out(tmp_path):
+    """A file beside a directory with splits, and a split that its own name chooses."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for split in ("train", "test"):
+            write_jsonl(tmp_path / name / f"{split}.jsonl", [{"input": f"{name} {split}"}])
+    one = write_jsonl(tmp_path / "one.jsonl", [{"input": "one"}])
+    held_out = load_eval_rows(DatasetConfig(dataset=f"{one}, {tmp_path}/a, {tmp_path}/b@train"), seed=1)
+    assert held_out is not None and [row["input"] for row in held_out] == ["a test"]
 
 
 def test_the_fingerprint_tells_data_templates_and_lengths_apart(tmp_path):
