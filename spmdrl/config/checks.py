@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from spmdrl.config.flags import flags_of, values_of
 from spmdrl.config.registry import ALGOS, dict_of_strings
@@ -192,11 +193,13 @@ def check_rewards(config: Any) -> None:
     for url in reward.servers:
         parts = _split_url(url)
         if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UserError(f"--remote_rm_url {url}: a reward server is http://host:port/path")
-        if parts.username or parts.password:
+            shown = re.sub("//.*@", "//***@", url)  # a password may be why it is none
+            raise UserError(f"--remote_rm_url {shown}: a reward server is http://host:port/path")
+        secret = "a name or password" if parts.username or parts.password else _secret_parameter(parts.query)
+        if secret:
             raise UserError(
-                f"--remote_rm_url of {parts.hostname} has a name or password in it, which logs would show; put a "
-                f"bearer token in the environment variable SPMDRL_RM_TOKEN"
+                f"--remote_rm_url of {parts.hostname} has {secret} in it, which logs would show; put a bearer token in "
+                f"the environment variable SPMDRL_RM_TOKEN"
             )
     if reward.servers and len(reward.servers) != len((reward.remote_rm_url or "").split(",")):
         raise UserError(
@@ -214,6 +217,13 @@ def _split_url(url: str) -> SplitResult | None:
         return parts if parts.port != 0 and url.isprintable() and " " not in url else None
     except ValueError:
         return None
+
+
+def _secret_parameter(query: str) -> str | None:
+    """The first parameter of a URL whose name says that it is not for everybody."""
+    names = (name for name, _ in parse_qsl(query, keep_blank_values=True))
+    found = next((name for name in names if re.search("(?i)token|secret|passw|api_?key|signature|credential", name)), "")
+    return f"?{found}=..." if found else None
 
 
 def check_kl(config: PPOConfig) -> None:
@@ -290,6 +300,12 @@ def check_needs(config: Any, needs: Mapping[str, str] = NEEDS) -> None:
 def check_template(config: Any) -> None:
     if config.data.input_template is not None and config.data.apply_chat_template:
         raise UserError("--input_template and --apply_chat_template both shape the prompt; give one of them")
+    check_chat_template(config)
+
+
+def check_chat_template(config: Any) -> None:
+    if config.model.tokenizer_chat_template is not None and not config.data.apply_chat_template:
+        raise UserError("--tokenizer_chat_template renders nothing without --apply_chat_template; give both or neither")
 
 
 def check_hardware(config: Any) -> None:
