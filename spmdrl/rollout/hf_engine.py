@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
@@ -38,6 +39,8 @@ class HFEngine:
         self.model = model.to(device).eval().requires_grad_(False)
         self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
         self.eos_ids = eos_token_ids(model, tokenizer)
+        # The checkpoint's would add penalties, forced and suppressed tokens, beams, a time limit, to what is asked for.
+        self.model.generation_config = GenerationConfig()
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[Completion]:
@@ -69,10 +72,6 @@ class HFEngine:
             pad_token_id=self.eos_ids[0] if self.eos_ids else 0,
             logits_processor=LogitsProcessorList([*self._processors(options, prompt.shape[1]), sampler]),
             stopping_criteria=StoppingCriteriaList([_RequestToStop(), *([stops] if stops else [])]),
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            repetition_penalty=1.0,
         )
         stopped = stops.ends if stops and stops.ends is not None else torch.zeros(len(batch))
         ended = [self._end(out[i, prompt.shape[1] :].tolist(), int(stopped[i])) for i in range(len(batch))]

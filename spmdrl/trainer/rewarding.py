@@ -113,12 +113,20 @@ def reward_samples(
 
 
 def split_ending(sample: Sample, tokenizer: Any, eos_ids: Collection[int]) -> tuple[str, str]:
-    """A response's text, special tokens included, and that of the EOS that ended it, "" where none did."""
-    ids = sample.sequence[len(sample.sequence) - sample.num_sampled :].tolist()
-    is_ended = bool(ids) and sample.finish_reason == "stop" and ids[-1] in eos_ids
+    """A response's text, special tokens included, and that of the EOS that ended it, "" where none did.
+
+    It is decoded behind the prompt's last token: some tokenizers take a space off the beginning of what they decode.
+    """
+    ids = sample.sequence[-sample.num_sampled - 1 :].tolist()
+    is_ended = sample.num_sampled > 0 and sample.finish_reason == "stop" and ids[-1] in eos_ids
     end = len(ids) - is_ended
-    text, ending = (tokenizer.decode(part, skip_special_tokens=False) for part in (ids[:end], ids[end:]))
-    return text, ending
+    before, whole, ending = (_decoded(tokenizer, part) for part in (ids[:1], ids[:end], ids[end:]))
+    return (whole[len(before) :] if whole.startswith(before) else _decoded(tokenizer, ids[1:end])), ending
+
+
+def _decoded(tokenizer: Any, ids: list[int]) -> str:
+    """Every token as it is: BERT's clean-up of spaces before punctuation, which tokenizers may ask for, corrupts it."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _columns(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:

@@ -36,15 +36,24 @@ VARIANTS = {
 NUM_DRAWS = 1200
 
 
+# Settings of a checkpoint's own that would change what is sampled.
+OTHER_SETTINGS: dict[str, Any] = {
+    **{"do_sample": True, "temperature": 0.3, "top_k": 2, "top_p": 0.3, "min_p": 0.2, "repetition_penalty": 1.5},
+    **{"no_repeat_ngram_size": 1, "suppress_tokens": list(range(100, 200)), "forced_eos_token_id": HEADER},
+    **{"min_new_tokens": 8, "max_new_tokens": 3, "num_return_sequences": 2, "return_dict_in_generate": True},
+}
+
+
 def write_model(path: Any, arch: Any = "llama", **options: Any) -> str:
-    """A tiny model whose generation config has several EOS ids, and that often samples EOS and the header token."""
+    """A tiny model that often samples EOS and the header token. Its generation config has several EOS ids, and
+    OTHER_SETTINGS."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     make_model(path, arch, **options)
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
         model.get_output_embeddings().weight[[EOS, HEADER]] *= 3
-    model.generation_config = GenerationConfig(eos_token_id=GENERATION_CONFIG_EOS, pad_token_id=EOS)
+    model.generation_config = GenerationConfig(eos_token_id=GENERATION_CONFIG_EOS, pad_token_id=EOS, **OTHER_SETTINGS)
     model.save_pretrained(path)
     return str(path)
 

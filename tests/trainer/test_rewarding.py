@@ -7,7 +7,7 @@ from spmdrl.algos.advantages import ESTIMATORS
 from spmdrl.config import PPOConfig
 from spmdrl.config.parse import read_config
 from spmdrl.experience import make_sample
-from spmdrl.trainer.rewarding import Rewarder
+from spmdrl.trainer.rewarding import Rewarder, split_ending
 
 
 def sample(reward, *, group=0, index=0, truncated=False, greedy=None):
@@ -108,3 +108,44 @@ def test_a_rank_without_samples_takes_part(monkeypatch):
     rewards = rewarder("--advantage_estimator reinforce --normalize_reward")
     assert torch.equal(rewards.shaped([]), torch.zeros(0))
     assert rewards.moments.count == 1
+
+
+# ---- the text of a response -----------------------------------------------------------------------------------------
+WORDS = ["<unk>", "<s>", "</s>", "▁the", "▁answer", ":", "▁is", "▁4", "4", "▁", "!", "▁!"]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    """A tokenizer as Llama 2 has it: its decoder takes a space off the beginning of what it decodes."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(WORDS)}, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", clean_up_tokenization_spaces=True)
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    assert tokenizer.decode([WORDS.index("▁4")]) == "4"
+    assert tokenizer.decode([WORDS.index(word) for word in ("▁4", "▁!")]) == "4!"
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "text"),
+    [
+        ("▁the ▁answer :", "▁4", " 4"),
+        ("▁the ▁answer :", "4", "4"),
+        ("▁the ▁answer", "▁is ▁4 ▁!", " is 4 !"),
+        ("▁the ▁answer ▁", "▁4", " 4"),
+        ("▁", "4", "4"),
+        ("</s>", "▁4", " 4"),
+        ("▁the", "", ""),
+    ],
+)
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_the_text_of_a_response_is_what_stands_behind_the_prompt(sentencepiece, prompt, response, text, is_ended):
+    """Every space of it counts, also the first one and one before punctuation."""
+    prompt_ids, ids = ([WORDS.index(word) for word in words.split()] for words in (prompt, response))
+    ids += [2] * is_ended
+    reason = "stop" if is_ended else "length"
+    one = make_sample(prompt_ids, ids, [0.0] * len(ids), finish_reason=reason, group_id=0, index=0, row=0)
+    assert split_ending(one, sentencepiece, {2}) == (text, "</s>" if is_ended else "")
