@@ -6,6 +6,15 @@ import torch
 
 from spmdrl.experience import Sample
 
+# What metrics and the rows of logged samples have by themselves. A reward function's number of such a name would take
+# its place, and with "reward" decide which model is the best.
+OWN_NAMES = frozenset(
+    {
+        *("reward", "reward_std", "response_length", "truncated", "flat_groups", "num_tokens", "num_samples"),
+        *("num_prompts", "step", "row", "index", "prompt", "response", "label", "finish_reason"),
+    }
+)
+
 
 def rollout_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Means over the samples of all ranks."""

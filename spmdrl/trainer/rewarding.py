@@ -13,7 +13,8 @@ from spmdrl.config import PPOConfig
 from spmdrl.data.prompts import Prompt
 from spmdrl.distributed import comm, preemption
 from spmdrl.experience import Sample
-from spmdrl.rewards.source import RewardBatch, RewardSource
+from spmdrl.rewards.source import RewardBatch, RewardError, RewardSource
+from spmdrl.trainer.metrics import OWN_NAMES
 
 
 class Rewarder:
@@ -90,7 +91,8 @@ def reward_samples(
 ) -> None:
     """Ask the reward source once for this rank's samples, each with its prompt, and store what it gives. A collective.
 
-    response_parts: the text of a sample's response, and that of the EOS that ended it.
+    response_parts: the text of a sample's response, and that of the EOS that ended it. Raises RewardError for an extra
+    number of a name that the run's own have.
     """
     parts = [response_parts(s) for s in samples]
     output = reward_fn(
@@ -106,6 +108,8 @@ def reward_samples(
         )
     )
     preemption.safe_point()  # beyond it no function's helpers were ended by a signal
+    if taken := sorted(OWN_NAMES & output.extra_logs.keys()):
+        raise RewardError(f"extra_logs[{taken[0]!r}]: the run logs a number of its own by that name; give another")
     for i, sample in enumerate(samples):
         sample.rewards = float(output.rewards[i])
         sample.score = float(output.scores[i]) if output.scores is not None else sample.rewards

@@ -9,7 +9,7 @@ from spmdrl.errors import UserError
 from spmdrl.experience import make_sample
 from spmdrl.rollout.engine import sampling_seed
 from spmdrl.trainer.evaluation import eval_metrics
-from spmdrl.trainer.metrics import rollout_metrics
+from spmdrl.trainer.metrics import OWN_NAMES, rollout_metrics
 from tests.ranks import run_ranks
 from tests.tiny import write_jsonl
 from tests.trainer.runs import config_of, read_jsonl, run, write_inputs
@@ -63,6 +63,12 @@ def test_a_number_that_some_samples_have_is_a_mean_over_those(one_rank):
     assert eval_metrics(samples)["eval/right"] == rollout_metrics(samples)["rollout/right"] == 0.5
 
 
+def test_the_runs_own_metrics_have_names_that_no_reward_function_may_give(one_rank):
+    samples = [sample(0, 0, 1.0), sample(0, 1, 0.0)]
+    names = [name.partition("/")[2] for name in rollout_metrics(samples) | eval_metrics(samples)]
+    assert set(names) - {"pass@2"} <= OWN_NAMES
+
+
 def test_evaluation_draws_with_other_seeds_than_training():
     assert len({sampling_seed(1, 0, 0, 0, stream) for stream in ("rollout", "eval", "rollout1")}) == 3
 
@@ -78,6 +84,7 @@ def test_training_is_the_same_with_and_without_evaluation(tmp_path, one_rank):
     assert [row["step"] for row in evaluated.metrics if row.get("time/eval_s", 0) > 0] == [1, 2]
     assert all(row["eval/num_prompts"] == 3 for row in eval_rows(evaluated).values())
     rows = read_jsonl(tmp_path / "evaluated" / "eval_samples.jsonl")
+    assert rows[0].keys() <= OWN_NAMES
     assert [row["prompt"] for row in rows[:6]] == [f"{word}?" for word in ("x", "yyy", "zz") for _ in range(2)]
     assert rows[0]["response"] != rows[1]["response"]
     assert math.fsum(row["reward"] for row in rows[:6]) / 6 == pytest.approx(evaluated.metrics[0]["eval/reward"])

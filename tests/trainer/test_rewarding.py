@@ -6,8 +6,10 @@ import torch
 from spmdrl.algos.advantages import ESTIMATORS
 from spmdrl.config import PPOConfig
 from spmdrl.config.parse import read_config
+from spmdrl.data.prompts import Prompt
 from spmdrl.experience import make_sample
-from spmdrl.trainer.rewarding import Rewarder, split_ending
+from spmdrl.rewards.source import RewardError, RewardOutput
+from spmdrl.trainer.rewarding import Rewarder, reward_samples, split_ending
 
 
 def sample(reward, *, group=0, index=0, truncated=False, greedy=None):
@@ -108,6 +110,18 @@ def test_a_rank_without_samples_takes_part(monkeypatch):
     rewards = rewarder("--advantage_estimator reinforce --normalize_reward")
     assert torch.equal(rewards.shaped([]), torch.zeros(0))
     assert rewards.moments.count == 1
+
+
+@pytest.mark.parametrize("name", ["reward", "num_tokens", "response", "step"])
+def test_an_extra_number_does_not_take_the_place_of_the_runs_own(one_rank, name):
+    """ "reward" would be logged as rollout/reward, and as eval/reward decide which model is the best."""
+
+    def source(batch):
+        return RewardOutput(torch.tensor([1.0]), extra_logs={name: torch.tensor([5.0]), "fine": torch.tensor([2.0])})
+
+    prompt = Prompt(row=0, prompt="the", prompt_ids=[5], label=None, columns={})
+    with pytest.raises(RewardError, match=f"'{name}'.: the run logs a number of its own by that name"):
+        reward_samples([sample(0.0)], [prompt], source, lambda sample: ("x", ""))
 
 
 # ---- the text of a response -----------------------------------------------------------------------------------------
