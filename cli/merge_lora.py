@@ -13,7 +13,7 @@ if __name__ == "__main__":
 
     quiet_libraries(is_main=True)
     try:
-        merge_lora(config)
+        print(merge_lora(config))
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)

@@ -1,7 +1,9 @@
 """Models from Hugging Face folders or names, ready for ZeRO."""
 
+import functools
 import importlib.util
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from spmdrl.config import LoadConfig
 from spmdrl.errors import UserError
 
+logger = logging.getLogger(__name__)
 # Heads that do more than a linear product: log-probs from LogProbHead would be wrong, so they are refused.
 UNSUPPORTED_HEADS = {"final_logit_softcapping": "soft-capped logits", "logit_scale": "scaled logits"}
 
@@ -48,17 +51,29 @@ def load_causal_lm(config: LoadConfig, *, dtype: torch.dtype, flag: str = "--pre
         return load_whole(AutoModelForCausalLM, name, f"{flag} {name}", **options)
 
 
-def load_whole(auto_class: Any, name: str | None, source: str, *, new: str = "-", **options: Any) -> Any:
+def load_whole(auto_class: Any, name: str | None, source: str, *, head: str | None = None, **options: Any) -> Any:
     """`from_pretrained` of a checkpoint that has every weight of its config.json, in its size; transformers would make
-    up what is missing. Names that start with `new` may be. `source` is for messages."""
-    model, report = auto_class.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-    missing = sorted(key for key in report["missing_keys"] if not key.startswith(new))
-    if missing:
+    up what is missing. head: the model's layer of that name, and what the checkpoint has in its place, are left to the
+    caller. `source` is for messages."""
+    with _table_kept_back():
+        model, report = auto_class.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+
+    def counted(keys: Iterable[str]) -> list[str]:
+        return sorted(key for key in keys if head is None or key.startswith(f"{model.base_model_prefix}."))
+
+    if missing := counted(report["missing_keys"]):
         raise UserError(f"{source}: weights are missing: {', '.join(missing[:3])}, {len(missing)} in all")
-    for key, *shapes in sorted(report["mismatched_keys"]):
-        if not key.startswith(new):
-            found, wanted = (tuple(shape) for shape in shapes)
-            raise UserError(f"{source}: {key} has the shape {found}, by config.json it is {wanted}")
+    shapes = {key: [tuple(shape) for shape in shapes] for key, *shapes in report["mismatched_keys"]}
+    for key in counted(shapes):
+        found, wanted = shapes[key]
+        raise UserError(f"{source}: {key} has the shape {found}, by config.json it is {wanted}")
+    if left := counted(report["unexpected_keys"]):
+        _warn_once(
+            f"{source}: weights that its config.json has no place for are left out: {', '.join(left[:3])}, "
+            f"{len(left)} in all"
+        )
     return model
 
 
@@ -70,6 +85,38 @@ def reading(source: str, what: str) -> Iterator[None]:
     except UserError:
         raise
     except UnpicklingError as error:
+@functools.cache
+def _warn_once(line: str) -> None:
+    """A run may load a checkpoint for several roles."""
+    logger.warning(line)
+
+
+@contextmanager
+def _table_kept_back() -> Iterator[None]:
+    """transformers' table of weights that do not fit is shown only beside an error of its own, which refers to it;
+    `load_whole` says in a line what is in it."""
+    library, kept = logging.getLogger("transformers.modeling_utils"), list[str]()
+    own_level, level = library.level, library.getEffectiveLevel()
+
+    def passes(record: logging.LogRecord) -> bool:
+        if "LOAD REPORT" not in record.getMessage():
+            return record.levelno >= level
+        kept.append(record.getMessage())
+        return False
+
+    library.addFilter(passes)
+    library.setLevel(min(level, logging.WARNING))
+    try:
+        yield
+    except RuntimeError:
+        for table in kept:
+            logger.error(table)
+        raise
+    finally:
+        library.removeFilter(passes)
+        library.setLevel(own_level)
+
+
         raise UserError(
             f"{source}: cannot load {what}: a .bin file in it holds more than tensors, and code from a checkpoint is "
             "never run; save the weights as safetensors"

@@ -158,7 +158,7 @@ def load_classifier(
         head = read_head(name, source, value_head_prefix)
         hf_config = read_hf_config(name, config, num_labels=1)
         options |= loading_options(hf_config, config, dtype)
-        model = load_whole(AutoModelForSequenceClassification, name, source, new=f"{HF_HEAD}.", **options)
+        model = load_whole(AutoModelForSequenceClassification, name, source, head=HF_HEAD, **options)
     children = dict(model.named_children())
     if not isinstance(children.get(HF_HEAD), nn.Linear):
         raise UserError(f"{source}: transformers' classifier of this architecture has no linear {HF_HEAD!r} head")

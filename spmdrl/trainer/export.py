@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,17 +16,13 @@ from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import unwrap
 from spmdrl.distributed.weight_sync import iter_adapter, iter_weights
 from spmdrl.errors import UserError
+from spmdrl.models import folder as folders
 from spmdrl.models.lora import has_lora, write_adapter
 from spmdrl.models.value_head import HF_HEAD
 from spmdrl.trainer.tensor_file import write_tensors
 
 EXPORT_BUCKET_MB = 512
 SHARD_BYTES = 5 * 10**9  # host memory that an export takes, and the most that a file of weights has
-# What makes a folder a model or an adapter: left beside another one it would be loaded with it.
-MODEL_FILE = re.compile(
-    r"(model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin)(\.index\.json)?"
-    r"|adapter_model\.(safetensors|bin)|(adapter_|merged_|generation_)?config\.json"
-)
 
 
 def hf_config_to_save(name: str, config: ModelConfig, *, dtype: torch.dtype, **changes: Any) -> Any:
@@ -53,10 +48,8 @@ def save_hf(
     """Write the model in `engine` with its tokenizer and chat template to `folder`; every rank takes part. With LoRA
     it is the adapter, as peft reads it.
 
-    The files are written beside it and moved in when they are whole, config.json as the last, and those of another
-    model or adapter that was there are removed. A value head has the
-    name that transformers looks for and `value_head_prefix`, which is where OpenRLHF does. Raises UserError, naming
-    `flag`, when the disk refuses.
+    What was there stays until all is written. A value head has the name that transformers looks for and
+    `value_head_prefix`, which is where OpenRLHF does. Raises UserError, naming `flag`, when the disk refuses.
     """
     model = getattr(unwrap(engine), "model", unwrap(engine))
     is_adapter = has_lora(model)
@@ -77,7 +70,6 @@ class _Export:
 
     def __init__(self, model: Any, folder: Path, hf_config: Any):
         self.model, self.folder, self.hf_config = model, folder, hf_config
-        self.partial = folder / ".partial"
         self.problem: str | None = None
         self.waiting: dict[str, Tensor] = {}  # for the next file
         self.waiting_bytes = self.total_bytes = 0
@@ -91,7 +83,7 @@ class _Export:
         """Move everything in; returns what the disk said if it refused."""
         self._try(lambda: self._finish(tokenizer))
         if self.problem:
-            shutil.rmtree(self.partial, ignore_errors=True)  # a full disk needs the room
+            folders.give_up(self.folder)
         return self.problem
 
     def _try(self, write: Callable[[], None]) -> None:
@@ -103,8 +95,7 @@ class _Export:
             self.problem = str(error)
 
     def _begin(self) -> None:
-        shutil.rmtree(self.partial, ignore_errors=True)
-        self.partial.mkdir(parents=True)
+        self.partial = folders.begin(self.folder)
 
     def _add(self, name: str, tensor: Tensor) -> None:
         if any(re.search(pattern, name) for pattern in getattr(self.model, "_keys_to_ignore_on_save", None) or ()):
@@ -151,15 +142,7 @@ class _Export:
     def _finish(self, tokenizer: Any) -> None:
         self._write_model()
         tokenizer.save_pretrained(self.partial)
-        new = sorted(self.partial.iterdir(), key=lambda file: (file.name == "config.json", file.name))
-        stale = {file.name for file in self.folder.iterdir() if MODEL_FILE.fullmatch(file.name)}
-        for file in new:
-            if file.is_dir():  # of templates: a directory does not replace one that has files
-                shutil.rmtree(self.folder / file.name, ignore_errors=True)
-            file.replace(self.folder / file.name)
-        for name in stale - {file.name for file in new}:
-            (self.folder / name).unlink()
-        self.partial.rmdir()
+        folders.move_in(self.folder)
 
 
 @contextmanager
