@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -193,15 +194,17 @@ def test_the_head_of_a_value_model_is_trained_and_saved_with_the_adapter(tmp_pat
     save(critic, path, folder, num_labels=1)
     base = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
     both_at_once = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "supervised.md").read_text(), flags=re.S)
+    exec(example.replace("ADAPTER", str(folder)), documented := {})
     values = critic(SEQUENCES, torch.ones(2, 5, dtype=torch.bool))
     with torch.no_grad():
-        for loaded in (PeftModel.from_pretrained(base, folder), both_at_once):
+        for loaded in (PeftModel.from_pretrained(base, folder), both_at_once, documented["model"]):
             scores = loaded.eval()(SEQUENCES[:, :5]).logits[:, 0]
             torch.testing.assert_close(scores, values[:, -1], atol=1e-5, rtol=1e-5)
 
 
 def merge(folder, out, **flags):
-    merge_lora(MergeLoraConfig(lora_path=str(folder), output_path=str(out), **flags))
+    return merge_lora(MergeLoraConfig(lora_path=str(folder), output_path=str(out), **flags))
 
 
 def test_a_merged_model_has_the_weights_that_the_engine_got(tmp_path):
@@ -211,7 +214,9 @@ def test_a_merged_model_has_the_weights_that_the_engine_got(tmp_path):
     model = with_lora(path, lora_alpha=6, dtype=torch.bfloat16)
     sent = dict(iter_weights(Actor(model), bucket_mb=1))
     save(Actor(model), path, folder)
-    merge(folder, tmp_path / "merged")
+    said = merge(folder, tmp_path / "merged")
+    expected = f"{path} with {folder} merged into 14 layers, in bfloat16, and the tokenizer of {folder}"
+    assert said == f"{tmp_path / 'merged'}: {expected}"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
     assert merged.dtype == torch.bfloat16
     assert all(torch.equal(p, sent[name]) for name, p in merged.named_parameters())
@@ -220,6 +225,29 @@ def test_a_merged_model_has_the_weights_that_the_engine_got(tmp_path):
     wide = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype="auto")
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide(SEQUENCES).logits, model.float()(SEQUENCES).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_a_merged_model_is_whole_or_absent(tmp_path, monkeypatch):
+    """What a killed merge left is gone after the next one, and so are the weights of a model that was there before."""
+    from transformers import PreTrainedTokenizerBase
+
+    path, folder, out = make_model(tmp_path / "model"), tmp_path / "adapter", tmp_path / "merged"
+    save(Actor(with_lora(path)), path, folder)
+    (out / ".partial").mkdir(parents=True)
+    (out / ".partial" / "model-00007-of-00009.safetensors").write_text("half")
+    (out / "pytorch_model.bin").write_text("old")
+    with monkeypatch.context() as patch:
+
+        def full(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(PreTrainedTokenizerBase, "save_pretrained", full)
+        with pytest.raises(UserError, match=r"--output_path .*merged: cannot write the model: .*No space left"):
+            merge(folder, out)
+    assert [file.name for file in out.iterdir()] == ["pytorch_model.bin"]
+    merge(folder, out)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in out.iterdir()}
+    assert not list(out.glob("*.bin")) + list(out.glob(".partial")) + list(out.glob("*00007*"))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -268,6 +296,7 @@ def test_the_script_merges_and_says_in_one_line_what_is_wrong(tmp_path):
         [sys.executable, *command, "adapter"], capture_output=True, text=True, cwd=tmp_path, timeout=200
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"merged: {path} with adapter merged into 14 layers, in float32")
     merged = load(str(tmp_path / "merged"))
     torch.testing.assert_close(merged(SEQUENCES).logits, model(SEQUENCES).logits, atol=1e-5, rtol=1e-5)
     for words, message in (
