@@ -1,6 +1,7 @@
 """The flags of cli/chat.py. Names are those of OpenRLHF's interactive_chat.py."""
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -71,7 +72,10 @@ class ChatConfig:
             raise UserError("--pretrain is missing: the directory or hub name of a model, or the folder of an adapter")
         if world_size > 1:
             raise UserError(f"one process chats, not {world_size}: start it with python")
-        if (base := base_of_adapter(self.model.pretrain)) is None:
+        preflight.check_packages(self)
+        base = base_of_adapter(self.model.pretrain)
+        preflight.check_causal_lm("pretrain", base or self.model.pretrain)
+        if base is None:
             preflight.check_models({"pretrain": self.model.pretrain})
         elif not preflight.is_installed("peft"):
             raise UserError(f"--pretrain {self.model.pretrain} is a LoRA adapter: it needs the package peft")
@@ -85,11 +89,19 @@ class ChatConfig:
 
 
 def base_of_adapter(name: str) -> str | None:
-    """The model that the adapter in folder `name` was trained on; None where there is none."""
+    """The model that the adapter in folder `name` was trained on; None where there is no adapter. Raises UserError for
+    one that is damaged and for one of a reward model."""
     path = Path(name)
-    if (path / "config.json").is_file() or not (path / "adapter_config.json").is_file():
+    if os.path.isfile(path / "config.json") or not os.path.isfile(path / "adapter_config.json"):
         return None
     try:
-        return str(json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (OSError, ValueError, TypeError, KeyError):
+        content = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+        base, kind = str(content["base_model_name_or_path"]), content.get("task_type")
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         raise UserError(f"--pretrain {name}: adapter_config.json in it names no base_model_name_or_path") from None
+    if kind == "SEQ_CLS":
+        raise UserError(
+            f"--pretrain {name} is the adapter of a reward model or critic, which scores texts and writes none: give a "
+            "causal LM, or the adapter of one"
+        )
+    return base

@@ -261,6 +261,7 @@ def check_surroundings(config: GenerateConfig, world_size: int) -> None:
     if model_config := preflight.read_model_config("pretrain", str(model)):
         check_positions(config, preflight.model_positions(model_config))
         preflight.check_heads(config, model_config, world_size)
+    preflight.check_causal_lm("pretrain", str(model))
 
 
 def check_output(path: Path) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 GENERATION = "generation_config.json"
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 def check_surroundings(config: PPOConfig, world_size: int) -> None:
     check_required(config)
@@ -37,6 +38,7 @@ def check_surroundings(config: PPOConfig, world_size: int) -> None:
             check_positions(config, model_config, f"--{flag} {name}")
     if model_config := read_model_config("pretrain", config.model.pretrain or ""):
         check_heads(config, model_config, world_size)
+    check_causal_lm("pretrain", config.model.pretrain or "")
 
 
 def inputs_of(config: PPOConfig) -> list[tuple[str, str | None]]:
@@ -169,6 +171,16 @@ def check_reward_file(flag: str, spec: str | None) -> None:
     path = spec if spec.endswith(".py") else spec.rpartition(":")[0]
     if not path.endswith(".py"):
         server = ", or a server, http://host:port/path" if flag == "remote_rm_url" else ""
+def check_causal_lm(flag: str, name: str) -> None:
+    """Raise UserError for a reward model, critic or other classifier: what it has learned is to score texts."""
+    kinds = (_read_config(flag, name) or {}).get("architectures")
+    if kinds and isinstance(kinds, list) and all(str(kind).endswith(CLASSIFIERS) for kind in kinds):
+        raise UserError(
+            f"--{flag} {name} is a {kinds[0]}, which scores texts (a reward model or critic?) and writes none: give a "
+            "causal LM"
+        )
+
+
         raise UserError(f"--{flag} {spec}: takes path.py, which defines reward_func, or path.py:name{server}")
     if not os.path.isfile(os.path.expanduser(path)):
         raise UserError(f"--{flag} {path}: no such file")
@@ -275,8 +287,7 @@ def read_model_config(flag: str, pretrain: str) -> dict[str, Any] | None:
     content = _read_object(folder / "config.json", f"--{flag} {pretrain}")
     if (folder / GENERATION).is_file():  # transformers would go on without the ids of EOS that are in it
         _read_object(folder / GENERATION, f"--{flag} {pretrain}")
-    inner = content.get("text_config")
-    return inner if inner and isinstance(inner, dict) else content
+    return content
 
 
 def _read_object(path: Path, source: str) -> dict[str, Any]:
@@ -289,6 +300,14 @@ def _read_object(path: Path, source: str) -> dict[str, Any]:
     return content
 
 
+    content = _read_config(flag, pretrain)
+    if content is None:
+        return None
+    inner = content.get("text_config")
+    return inner if inner and isinstance(inner, dict) else content
+
+
+def _read_config(flag: str, pretrain: str) -> dict[str, Any] | None:
 def _first(model_config: dict[str, Any], *names: str) -> int | None:
     return next((value for name in names if type(value := model_config.get(name)) is int), None)
 

@@ -86,6 +86,8 @@ def check_surroundings(config: SupervisedConfig, world_size: int) -> None:
     preflight.check_outputs(config.checkpoint, named.items())
     preflight.check_ranks(config, world_size)
     for flag, name in models.items():
+        if config.program != "rm":  # which goes on with a reward model too
+            preflight.check_causal_lm(flag, name)
         if model_config := preflight.read_model_config(flag, name):
             check_positions(config.data.max_len, model_config, f"--{flag} {name}")
 

@@ -1,5 +1,6 @@
 """A conversation with a model: what it is asked, and the answer as it comes."""
 
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,11 +19,12 @@ from spmdrl.data.rendering import ChatRenderer, Message, TextRenderer
 from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import compute_dtype
 from spmdrl.errors import UserError
-from spmdrl.models.loading import eos_token_ids, load_causal_lm
+from spmdrl.models.loading import eos_token_ids, load_causal_lm, reading
 from spmdrl.models.merge import merge_adapter, tokenizer_folder
 from spmdrl.models.tokenizer import encode_texts, load_tokenizer
 
 COMMANDS = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
+COMMAND = re.compile(r"/[a-zA-Z]+")
 
 
 class Conversation:
@@ -68,6 +70,17 @@ class Chat:
                 f"--max_len {config.max_len} is more than the {positions} positions of {config.model.pretrain}"
             )
         torch.manual_seed(config.seed)
+
+    def hear(self, line: str) -> None:
+        """Answer a line, or do what it asks for with a slash. Raises UserError for one that is neither."""
+        if line == "/clear":
+            self.conversation.turns.clear()
+        elif COMMAND.fullmatch(line):
+            raise UserError(f"there is no command {line}: {COMMANDS}")
+        elif any("\ud800" <= letter <= "\udfff" for letter in line):
+            raise UserError("the line has bytes that are no UTF-8: it is left out")
+        else:
+            self.answer(line)
 
     @torch.no_grad()
     def answer(self, line: str) -> str:
@@ -146,4 +159,5 @@ def load_model(config: ChatConfig) -> Any:
         return load_causal_lm(config.model, dtype=dtype)
     flag = f"--pretrain {name}, whose base is"
     model = load_causal_lm(replace(config.model, pretrain=base), dtype=dtype, flag=flag)
-    return merge_adapter(model, Path(name))
+    with reading(f"--pretrain {name} on {base}", "an adapter and its base"):
+        return merge_adapter(model, Path(name))[0]

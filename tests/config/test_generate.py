@@ -151,7 +151,19 @@ def test_what_a_chat_needs_is_looked_for_before_anything_loads(tmp_path, model_d
     assert error("--pretrain", "./no") == "--pretrain ./no: no such directory"
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    assert error("--pretrain", adapter).endswith("adapter_config.json in it names no base_model_name_or_path")
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/no/base"}))
+    for damaged in ("{}", "[]", "{", "[" * 5000):
+        (adapter / "adapter_config.json").write_text(damaged)
+        assert error("--pretrain", adapter).endswith("adapter_config.json in it names no base_model_name_or_path")
+    content = {"base_model_name_or_path": "/no/base", "task_type": "CAUSAL_LM"}
+    (adapter / "adapter_config.json").write_text(json.dumps(content))
     assert "is a LoRA adapter of /no/base, which is not there" in error("--pretrain", adapter)
+    (adapter / "adapter_config.json").write_text(json.dumps(content | {"task_type": "SEQ_CLS"}))
+    assert error("--pretrain", adapter).endswith(
+        "is the adapter of a reward model or critic, which scores texts and writes none: give a causal LM, or the "
+        "adapter of one"
+    )
+    (model_dir / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    assert " is a LlamaForSequenceClassification, which scores texts" in error("--pretrain", model_dir)
+    output = ["--dataset", __file__, "--output_path", tmp_path / "out.jsonl"]
+    with pytest.raises(UserError, match="is a LlamaForSequenceClassification"):
+        read_config(GenerateConfig, [*map(str, ("--pretrain", model_dir, *output))]).validate(1)

@@ -80,6 +80,29 @@ def test_an_adapter_is_no_model(refusal, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("architectures", "is_refused"),
+    [
+        (["LlamaForSequenceClassification"], True),
+        (["BertForTokenClassification"], True),
+        (["LlamaForCausalLM"], False),
+        ([], False),
+        (None, False),
+        ("text", False),
+    ],
+)
+def test_a_model_that_scores_texts_is_no_policy(refusal, validate, model_dir, tmp_path, architectures, is_refused):
+    """It may be the critic, or the reward model."""
+    scorer = tmp_path / "scorer"
+    scorer.mkdir()
+    (scorer / "config.json").write_text(json.dumps({"architectures": architectures}))
+    validate(advantage_estimator="gae", critic_pretrain=scorer, reward_pretrain=scorer)
+    if not is_refused:
+        return validate(pretrain=scorer)
+    expected = f"--pretrain {scorer} is a {architectures[0]}, which scores texts (a reward model or critic?) and"
+    assert refusal(pretrain=scorer).startswith(expected)
+
+
 def test_each_of_several_sources_is_looked_for(refusal, validate, tmp_path):
     good = tmp_path / "prompts.jsonl"
     validate(prompt_data=f"{good}, {good}@train,openai/gsm8k@main", prompt_data_probs="0.5,0.2,0.3")

@@ -1,5 +1,6 @@
 """The supervised command lines: what they refuse, and what their help says."""
 
+import json
 import re
 import subprocess
 import sys
@@ -117,6 +118,20 @@ def test_help_and_errors_of_the_scripts_come_without_heavy_imports(program, tmp_
         f"error: --ckpt_path {model_dir} would overwrite --pretrain {model_dir}"
     )
     assert error(*given, "--max_len", "4096").startswith("error: --max_len 4096 is more than the 2048 positions of")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_only_a_reward_model_is_trained_from_a_model_that_scores_texts(program, tmp_path, model_dir):
+    (tmp_path / "scorer").mkdir()
+    (tmp_path / "scorer" / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    shape = ["--output_key", "output"] if program in ("sft", "kto", "kd") else []
+    words = ["--dataset", __file__, "--pretrain", tmp_path / "scorer", "--save_path", tmp_path / "out", *shape]
+    words += ["--teacher_model", model_dir] if program == "kd" else []
+    config = read_config(PROGRAMS[program], [*map(str, words)])
+    if program == "rm":
+        return config.validate(1)
+    with pytest.raises(UserError, match=f"--pretrain {tmp_path}/scorer is a LlamaForSequenceClassification, which"):
+        config.validate(1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A conversation: what the model is asked, what it remembers, and the ways to stop it."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -150,23 +151,61 @@ def test_the_folder_of_an_adapter_is_the_merged_model(model, tmp_path):
     assert chat_with(adapter).answer("Hello") == answer
 
 
+def test_lines_that_are_no_question_are_one_line(model):
+    chat = chat_with(model)
+    for line, message in (
+        ("/help", "^there is no command /help: /clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops"),
+        ("/Quit", "^there is no command /Quit: "),
+        ("caf\udce9?", "^the line has bytes that are no UTF-8: it is left out$"),
+    ):
+        with pytest.raises(UserError, match=message):
+            chat.hear(line)
+    chat.hear("/etc/hosts?")
+    chat.hear("Hello")
+    assert len(chat.conversation.turns) == 4
+    chat.hear("/clear")
+    assert chat.conversation.turns == []
+
+
+def test_a_damaged_adapter_is_one_line(model, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {"base_model_name_or_path": model, "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    (adapter / "adapter_model.safetensors").write_bytes(b"\xff" * 99)
+    with pytest.raises(UserError) as error:
+        chat_with(adapter)
+    message = f"--pretrain {adapter} on {model}: cannot load an adapter and its base: SafetensorError: "
+    assert str(error.value).startswith(message)
+
+
 # ---- in the terminal ------------------------------------------------------------------------------------------------
 def start(model, *flags):
     command = [sys.executable, str(ROOT / "cli" / "chat.py"), "--pretrain", str(model), *flags]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, bufsize=1)
+    text = {"text": True, "errors": "surrogateescape", "bufsize": 1}
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, **text)
 
 
 @pytest.mark.slow
 def test_lines_from_a_pipe_are_answered_until_they_end(model):
     hello = plain_answer(model, user("Hello") + "<|im_start|>assistant\n")
-    lines = ["Hello", "", "/clear", "Hello", "/help", "y" + " y" * 600]
+    lines = ["Hello", "", "/clear", "/help", "\udcff?", "Hello", "y" + " y" * 600, "/quit", "Hello"]
     out, err = start(model, *FLAGS).communicate("\n".join(lines), timeout=120)
-    assert out.startswith(f"{hello}\n{hello}\nno such command: /clear forgets the conversation"), err
-    assert "error: no room for an answer:" in out
+    assert out == f"{hello}\n{hello}\n", err
+    said = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert [line[:34] for line in said] == [
+        "error: there is no command /help: ",
+        "error: the line has bytes that are",
+        "error: no room for an answer: 12",
+    ]
     process = start(model, *FLAGS)
-    out, _ = process.communicate("/quit\nHello\n", timeout=120)
-    assert (process.returncode, out) == (0, "")
+    assert process.stdin and process.stdout and process.stderr
+    process.stdout.close()  # whoever reads has heard enough
+    process.stdin.write("Hello\n")
+    process.stdin.close()
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait(120) == 0
 
 
 @pytest.mark.slow
@@ -179,8 +218,9 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(tmp_path):
     assert process.stdout.read(1)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate("/nothing\n", timeout=60)
+    _, err = process.communicate("/nothing\n", timeout=60)
     assert process.returncode == 0, err
-    assert out.endswith(
-        "no such command: /clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer\n"
+    assert err.endswith(
+        "error: there is no command /nothing: /clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops "
+        "an answer\n"
     )
