@@ -226,6 +226,8 @@ def open_log(path: Path, resume_step: int | None) -> None:
 
     A file with damaged lines is set aside too, and what is whole of it is kept.
     """
+    partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)  # of a run that was killed here
     if not path.exists():
         return
     if resume_step is None:
@@ -233,7 +235,6 @@ def open_log(path: Path, resume_step: int | None) -> None:
             path.rename(_aside(path))
         return
     rows, num_damaged = read_log(path)
-    partial = path.with_name(path.name + ".partial")
     partial.write_text("", encoding="utf-8")
     append(partial, [row for row in rows if row["step"] <= resume_step])
     if num_damaged:

@@ -23,7 +23,7 @@ from spmdrl.distributed.engine_state import Fragment, Read
 from spmdrl.errors import UserError
 from spmdrl.trainer import checkpoint_folder as folders
 from spmdrl.trainer.checkpoint_folder import BEST, Manifest
-from spmdrl.trainer.directory_lock import DirectoryLock
+from spmdrl.trainer.directory_lock import LOCK, DirectoryLock
 from spmdrl.trainer.fingerprints import fingerprint_of_weights
 from spmdrl.trainer.tensor_file import (
     STARTS,
@@ -88,6 +88,7 @@ class Checkpointer:
         self.root, self.run = comm.all_gather_object(mine)[0]  # ranks may have been started in different directories
         self.lock = DirectoryLock(self.root, comm.say)
         self.holder: str | None = None  # of the lock, where the last save was made without it
+        self._beside: DirectoryLock | None = None  # of the directory that is then written to
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: tuple[Path, Manifest, Future[Any]] | None = None
 
@@ -124,8 +125,7 @@ class Checkpointer:
             return None
         self._check_changes(checkpoint.manifest)
         self.run = checkpoint.manifest.run
-        for left in self._on_main(lambda: folders.clear_away(self.root)):
-            comm.say(f"removed {left}, left by an interrupted save")
+        self._say_removed(self._on_main(lambda: folders.clear_away(self.root)))
         comm.say(f"resuming from {checkpoint.folder}")
         return checkpoint
 
@@ -183,17 +183,24 @@ class Checkpointer:
         """Checkpoints of other runs stay, but `latest` names this one from now on."""
         if self.config.load_checkpoint:
             comm.say(f"--load_checkpoint: no checkpoint in {self.root}, starting from the beginning")
-        self._on_main(self._forget_others)
+        self._say_removed(self._on_main(self._forget_others))
 
-    def _forget_others(self) -> None:
+    def _forget_others(self) -> Sequence[Path]:
+        """What was removed, of saves that were interrupted."""
         was_held = self.lock.is_held
         if not self.root.is_dir() or self.lock.take(wait=False) is not None:
-            return
+            return []
+        left = folders.clear_away(self.root) if self.lock.keeps_others_out else []
         folders.write_latest(self.root, self.run, None)
         if not self.config.load_checkpoint:
             folders.forget_finished(self.root)
         if not was_held:
             self.lock.release()
+        return left
+
+    def _say_removed(self, left: Sequence[Path]) -> None:
+        for folder in left:
+            comm.say(f"removed {folder}, left by an interrupted save")
 
     # ---- saving -------------------------------------------------------------------------------------------------
     def save(
@@ -231,7 +238,11 @@ class Checkpointer:
         """Where to write, and who else has the directory: then the save keeps out of its way."""
         self.root.mkdir(parents=True, exist_ok=True)
         holder = self.lock.take(wait=False)
-        return folders.begin(self.root, name, self.run, beside=holder is not None), holder
+        folder = folders.begin(self.root, name, self.run, beside=holder is not None)
+        if holder is not None:
+            self._beside = DirectoryLock(folder, lambda line: None)
+            self._beside.take(wait=False)
+        return folder, holder
 
     def finish(self) -> Path | None:
         """Complete the save that is under way on all ranks; the checkpoint's directory, if there was one.
@@ -247,13 +258,19 @@ class Checkpointer:
             self._give_up(folder)
             raise UserError(f"--ckpt_path {self.root}: cannot save {manifest.name}: {problems[0]}")
         manifest = replace(manifest, files={name: file for part in written for name, file in part.items()})
-        limits = {"max_num": self.config.max_ckpt_num, "max_bytes": self.config.max_ckpt_mem * 10**9}
-        has_lock = self.holder is None
         try:
-            return self._on_main(lambda: folders.publish(self.root, folder, manifest, **limits, is_latest=has_lock))
+            return self._on_main(lambda: self._publish(folder, manifest))
         except UserError:
             self._give_up(folder)  # which has another name by now if it was whole
             raise
+
+    def _publish(self, folder: Path, manifest: Manifest) -> Path:
+        limits = {"max_num": self.config.max_ckpt_num, "max_bytes": self.config.max_ckpt_mem * 10**9}
+        final = folders.publish(self.root, folder, manifest, **limits, is_latest=self.holder is None)
+        if self.holder is not None:
+            (final / LOCK).unlink(missing_ok=True)
+        self._beside = None
+        return final
 
     def mark_finished(self, model: Path) -> None:
         """With --load_checkpoint, note that the run came to its end and left its model there."""

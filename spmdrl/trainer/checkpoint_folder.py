@@ -16,12 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from spmdrl.trainer.directory_lock import DirectoryLock
 from spmdrl.trainer.tensor_file import Written, write_file
 
 FORMAT = 1
 MANIFEST, LATEST, FINISHED, BEST = "manifest.json", "latest", "finished", "best"
 SAVING, REMOVING = ".saving-", ".removing-"
-SAVING_BESIDE = ".saving_beside-"  # by a run that has not the directory's lock; those that have it leave it alone
+# By a run that has not the directory's lock. It has one in there, and until that is left others leave it alone.
+SAVING_BESIDE = ".saving_beside-"
 
 
 @dataclass(frozen=True)
@@ -220,12 +222,18 @@ def _remove(folder: Path) -> None:
 
 
 def clear_away(root: Path) -> Sequence[Path]:
-    """Remove what interrupted saves and removals left."""
+    """Remove what interrupted saves and removals left; for who has the lock of `root`."""
     places = (place for place in (root, root / BEST) if place.is_dir())
-    left = [f for place in places for f in place.iterdir() if f.name.startswith((SAVING, REMOVING))]
+    left = [f for place in places for f in place.iterdir() if _is_left(f)]
     for folder in left:
         shutil.rmtree(folder, ignore_errors=True)
     return left
+
+
+def _is_left(folder: Path) -> bool:
+    if folder.name.startswith(SAVING_BESIDE):
+        return DirectoryLock(folder, lambda line: None).is_left()
+    return folder.name.startswith((SAVING, REMOVING))
 
 
 def sync(folder: Path) -> None:

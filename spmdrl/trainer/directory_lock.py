@@ -47,7 +47,12 @@ class DirectoryLock:
     @property
     def is_held(self) -> bool:
         """Not where the file was removed, or replaced by another run's."""
-        return self._has_no_locks or (self._descriptor is not None and self._of_this_process() is self._descriptor)
+        return self._has_no_locks or self.keeps_others_out
+
+    @property
+    def keeps_others_out(self) -> bool:
+        """It is held, on a file system that has locks."""
+        return self._descriptor is not None and self._of_this_process() is self._descriptor
 
     def take(self, *, wait: bool) -> str | None:
         """Take it; who has it, where somebody has. `wait`: for a while, in which a process that has ended loses it.
@@ -67,7 +72,20 @@ class DirectoryLock:
             time.sleep(0.2)
         return None
 
-    def release(self) -> None:
+    def is_left(self) -> bool:
+        """Whether a process has had it that has ended since. Never where that cannot be known: the file system has no
+        locks, or nothing was ever locked there."""
+        if self._of_this_process() is not None or not self.path.is_file():
+            return False
+        is_free = self._try() is None and self._descriptor is not None
+        self.release()
+        return is_free
+
+    def release(self, *, remove: bool = False) -> None:
+        """remove: the file too."""
+        if remove and self.is_held:
+            with suppress(OSError):
+                self.path.unlink()
         self._descriptor = None
 
     def _try(self) -> tuple[str, str] | None:

@@ -1,5 +1,7 @@
 """Another process that holds the lock of a directory: `python -m tests.trainer.lock_holder DIR`, until stdin ends."""
 
+import fcntl
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +25,18 @@ def held_elsewhere(folder: Path) -> Iterator[subprocess.Popen]:
             yield process
         finally:
             process.kill()
+
+
+def is_free_for_others(folder):
+    """As another process finds it."""
+    child = os.fork()
+    if not child:
+        try:
+            fcntl.lockf(os.open(folder / ".lock", os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
 
 
 if __name__ == "__main__":

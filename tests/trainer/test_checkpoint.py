@@ -18,7 +18,7 @@ from spmdrl.errors import UserError
 from spmdrl.trainer import checkpoint, checkpoint_folder, directory_lock, tensor_file
 from spmdrl.trainer.checkpoint import Checkpointer
 from tests.ranks import run_ranks
-from tests.trainer.lock_holder import held_elsewhere
+from tests.trainer.lock_holder import held_elsewhere, is_free_for_others
 
 DESCRIPTION = {"program": "PPOConfig", "flags": {"seed": 1}, "contents": {}}
 
@@ -336,13 +336,34 @@ def test_without_the_directory_a_run_saves_beside_the_one_that_has_it(tmp_path):
         assert folder == tmp_path / f"step_000005-{other.run[:8]}"
         assert str(holder.pid) in other.holder
         other.save("step_000006", {"numbers": Numbers()}, {"step": 6}, {})
+        assert not is_free_for_others(next(tmp_path.glob(".saving_beside-*")))
         checkpoint_folder.clear_away(tmp_path)
         assert other.finish().is_dir()
+    assert not list(tmp_path.glob("step_*/.lock"))
     assert (tmp_path / "latest").read_text() == latest
     assert resume(tmp_path)[1] == 5
     (tmp_path / "own").mkdir()
     folder.rename(tmp_path / "own" / folder.name)
     assert resume(tmp_path / "own")[1] == 5
+
+
+@pytest.mark.parametrize("options", [{"load_checkpoint": True}, {}])
+def test_what_a_run_left_that_was_killed_while_it_saved_is_removed_by_the_next(tmp_path, capsys, options):
+    """Whether that goes on or begins afresh; without the directory's lock it was one that has an end too."""
+    started(tmp_path, 5).lock.release()
+    left = [tmp_path / name for name in (".saving-step_000006-0123abcd", ".removing-step_000001")]
+    beside, unknown = (tmp_path / f".saving_beside-step_00000{n}-89ef0123" for n in (7, 8))
+    for folder in (*left, beside, unknown):
+        folder.mkdir()
+    with held_elsewhere(beside):
+        make(tmp_path, **options).find()
+        assert beside.is_dir() and not any(folder.exists() for folder in left)
+    make(tmp_path, **options).find()
+    assert not beside.exists()
+    assert unknown.is_dir()  # by a program that does not say whether it is still there
+    said = capsys.readouterr().out
+    assert [said.count(f"removed {folder}, left by an interrupted save") for folder in (*left, beside)] == [1, 1, 1]
+    assert (tmp_path / "step_000005").is_dir()
 
 
 def test_a_run_that_saves_when_it_is_stopped_takes_a_directory_that_is_free(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from spmdrl.trainer import directory_lock
 from spmdrl.trainer.directory_lock import DirectoryLock
-from tests.trainer.lock_holder import held_elsewhere
+from tests.trainer.lock_holder import ROOT, held_elsewhere, is_free_for_others
 
 
 @pytest.fixture
@@ -24,18 +24,6 @@ def said():
 @pytest.fixture
 def make(tmp_path, said):
     return lambda: DirectoryLock(tmp_path, said.append)
-
-
-def is_free_for_others(folder):
-    """As another process finds it."""
-    child = os.fork()
-    if not child:
-        try:
-            fcntl.lockf(os.open(folder / ".lock", os.O_RDWR), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
 
 
 def test_a_second_process_is_told_who_has_it(tmp_path, make):
@@ -60,6 +48,25 @@ def test_a_killed_process_blocks_nobody(tmp_path, make):
 def test_it_is_waited_for_while_a_process_ends(tmp_path, make, said):
     with held_elsewhere(tmp_path) as holder:
         threading.Timer(1.0, holder.kill).start()
+def test_it_is_left_once_the_process_that_had_it_has_ended(tmp_path, make, monkeypatch):
+    assert not make().is_left()  # nobody has had it
+    with held_elsewhere(tmp_path) as holder:
+        assert not make().is_left()
+        holder.kill()
+        holder.wait()
+        assert make().is_left()
+        own = make()
+        own.take(wait=False)
+        assert not make().is_left()
+        own.release()
+        monkeypatch.setattr(fcntl, "lockf", no_locks)
+        assert not make().is_left()
+
+
+def no_locks(*args):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
         assert make().take(wait=True) is None
     assert said == [f"{tmp_path} is in use (pid {holder.pid} on {socket.gethostname()}): waiting up to 10 s for it"]
 
