@@ -318,11 +318,9 @@ class PPOTrainer:
                 step = partial(self.value_update.optimizer_step, self.critic)
                 metrics |= value_metrics(batch.samples)
                 metrics |= train_on(batch, step, "critic", progress, self.saver.settle)
-                metrics["critic/lr"] = self.critic.get_lr()[0]
             if trains_actor:
                 step = partial(self.policy_update.optimizer_step, self.actor, kl_coef=self.kl_controller.value)
                 metrics |= train_on(batch, step, "policy", progress, self.saver.settle)
-        metrics["policy/lr"] = self.actor.get_lr()[0]
         num_tokens = sum(s.num_tokens for s in batch.samples) * self.config.optim.max_epochs
         metrics["perf/train_tokens_per_s"] = num_tokens / max(progress.seconds, 1e-9)
         return metrics

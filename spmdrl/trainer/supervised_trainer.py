@@ -143,10 +143,10 @@ class SupervisedTrainer:
             parts = self.objective.parts(self.engine, samples)
             size = self.config.optim.micro_train_batch_size
             report = optimizer_step(self.strategy, self.engine, parts, micro_batch_size=size, role="train")
-        grad_norm = report.pop("grad_norm")
+        same_everywhere = {f"train/{name}": report.pop(name) for name in ("grad_norm", "lr")}
         metrics = self._over_ranks({name: torch.tensor(value) for name, value in report.items()}, "train")
         num_tokens = sum(s.num_tokens for s in samples)
-        metrics |= {"train/grad_norm": grad_norm, "train/lr": self.engine.get_lr()[0]}
+        metrics |= same_everywhere
         return metrics | {"perf/train_tokens_per_s": num_tokens / max(progress.seconds, 1e-9)}
 
     def finish_step(self, metrics: dict[str, float]) -> None:

@@ -76,9 +76,9 @@ def optimizer_step(
 ) -> dict[str, float]:
     """Train on the sum of the parts' losses, of whose samples every rank takes its micro-batches.
 
-    Returns this rank's metrics and the gradient norm, or nothing where `guard` left the step out. Without a guard, a
-    loss or gradient that is not finite raises AnomalyStop. A rank with fewer samples makes passes of no weight
-    instead. `max_tokens` is the constant length of the aggregation that has one; `role` is for messages.
+    Returns this rank's metrics, the gradient norm and the learning rate, or nothing where `guard` left the step out.
+    Without a guard, a loss or gradient that is not finite raises AnomalyStop. A rank with fewer samples makes passes
+    of no weight instead. `max_tokens` is the constant length of the aggregation that has one; `role` is for messages.
     """
     totals: Metrics = {}
     with strategy.training(engine):
@@ -90,10 +90,11 @@ def optimizer_step(
                 add_metrics(totals, metrics | {"": loss.detach()})
     guard = guard or Guardrails(AnomalyConfig())
     loss = float(comm.all_reduce_sum(totals.pop("").cpu().double()))
+    lr = engine.get_lr()[0]  # of this step; afterwards it is the next one's
     grad_norm = strategy.step(engine, lambda norm: guard.takes_step(role, loss, norm))
     if not guard.after_step(role, loss, grad_norm):
         return {}
-    return {name: float(value) for name, value in totals.items()} | {"grad_norm": grad_norm}
+    return {name: float(value) for name, value in totals.items()} | {"grad_norm": grad_norm, "lr": lr}
 
 
 def add_metrics(totals: Metrics, metrics: Metrics) -> None:
@@ -149,19 +150,21 @@ class UpdateMetrics:
             self.num_tokens += num_tokens
 
     def reduce(self) -> dict[str, float]:
-        """Means over the tokens of all ranks, for losses and gradient norms over optimizer steps. A collective.
+        """Means over the tokens of all ranks, for losses and gradient norms over optimizer steps; the learning rate is
+        the last one's. A collective.
 
         Nothing where every step was left out.
         """
         if not self.steps:
             return {}
-        names = sorted({name for report in self.steps for name in report} - {"grad_norm"})
+        names = sorted({name for report in self.steps for name in report} - {"grad_norm", "lr"})
         added = [name for name in names if name[:4] != "max/"]
         totals = [sum(report.get(name, 0.0) for report in self.steps) for name in added]
         over_ranks = dict(
             zip(added, comm.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)).tolist(), strict=True)
         )
-        out = {f"{self.role}/grad_norm": sum(report["grad_norm"] for report in self.steps) / len(self.steps)}
+        grad_norm = sum(report["grad_norm"] for report in self.steps) / len(self.steps)
+        out = {f"{self.role}/grad_norm": grad_norm, f"{self.role}/lr": self.steps[-1]["lr"]}
         for name, total in over_ranks.items():
             kind, _, metric = name.partition("/")
             out[metric] = total / (len(self.steps) if kind == "step" else max(self.num_tokens, 1))

@@ -183,6 +183,8 @@ def test_a_run_learns_logs_and_saves_a_model_that_transformers_loads_the_same(tm
     assert len(held_out) == 4
     assert held_out[-1]["eval/loss"] < train[0]["train/loss"]
     assert all(row["train/grad_norm"] > 0 for row in train)
+    cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * i / 12)) / 2 for i in range(12)]
+    assert [row["train/lr"] for row in train] == pytest.approx([1e-3 * factor for factor in cosine])
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     with torch.no_grad():
         if program == "rm":
