@@ -15,8 +15,10 @@ from spmdrl.algos.tensor_ops import masked_mean, masked_sum, select
 
 
 def sequence_log_probs(log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, A) -> sums (B,) and per-token means (B,) of the response's log-probs."""
-    return masked_sum(log_probs, mask, dim=1), masked_mean(log_probs, mask, dim=1)
+    """(B, A) -> sums (B,) and per-token means (B,) of the response's log-probs, rounded once: the padding that a row is
+    summed with does not count."""
+    exact = log_probs.double()
+    return masked_sum(exact, mask, dim=1).to(log_probs.dtype), masked_mean(exact, mask, dim=1).to(log_probs.dtype)
 
 
 def _margin(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
@@ -120,6 +122,12 @@ REFERENCE_FREE = frozenset({"simpo"})
 def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, *, beta: float) -> Tensor:
     """beta (log pi - log pi_ref) of whole responses, detached: DPO's reward, for the logs. (B,) -> (B,)"""
     return beta * (log_probs - ref_log_probs).detach()
+
+
+def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """1 where the chosen response has more reward, 0 where it has less, 1/2, as for a guess, where both have the same.
+    (B,) x 2 -> (B,)"""
+    return (1 + torch.sign(chosen - rejected)) / 2
 
 
 def kto(

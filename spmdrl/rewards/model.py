@@ -11,6 +11,7 @@ from spmdrl.data.rendering import TEMPLATE_ERRORS, ChatRenderer
 from spmdrl.distributed import comm, preemption
 from spmdrl.errors import UserError
 from spmdrl.experience import pad
+from spmdrl.models.packing import shares_prompts
 from spmdrl.models.tokenizer import encode_texts
 from spmdrl.rewards.function import read_numbers
 from spmdrl.rewards.source import RewardBatch, RewardOutput
@@ -21,15 +22,15 @@ Encoder = Callable[[RewardBatch], Sequence[Tensor]]  # the ids that a reward mod
 class ModelReward:
     """A reward model as a reward source.
 
-    score: sequences -> (B,) fp32, which all ranks call together. normalization: mean and standard deviation of its
-    scores, to be taken out of them, or None. max_len: most tokens that the model reads, None for no bound.
-    knows_policy_ids: its tokenizer has the policy's vocabulary.
+    score: (sequences, their prompts) -> (B,) fp32, which all ranks call together. normalization: mean and standard
+    deviation of its scores, to be taken out of them, or None. max_len: most tokens that the model reads, None for no
+    bound. knows_policy_ids: its tokenizer has the policy's vocabulary.
     """
 
     def __init__(
         self,
         where: str,
-        score: Callable[[Sequence[Tensor]], Tensor],
+        score: Callable[[Sequence[Tensor], Sequence[str]], Tensor],
         encode: Encoder,
         *,
         normalization: tuple[float, float] | None = None,
@@ -53,18 +54,24 @@ class ModelReward:
         for sequence, sample in zip(sequences, batch.sample_ids, strict=True):
             if self.max_len is not None and len(sequence) > self.max_len:
                 raise UserError(f"{self.where}: {sample} has {len(sequence)} tokens, the model reads {self.max_len}")
-        scores = self.score(sequences)
+        scores = self.score(sequences, batch.prompts)
         return RewardOutput((read_numbers(scores, batch.sample_ids, self.where) - self.mean) / self.std)
 
 
 @torch.no_grad()
-def score_sequences(model: Any, sequences: Sequence[Tensor], *, micro_batch_size: int) -> Tensor:
-    """(B,) fp32 scores that `model`, a RewardModel or its engine, gives to token ids, each (S,).
+def score_sequences(
+    model: Any, sequences: Sequence[Tensor], *, micro_batch_size: int, prompts: Sequence[str] = ()
+) -> Tensor:
+    """(B,) fp32 scores that `model`, a RewardModel or its engine, gives to token ids, each (S,). Sequences of one of
+    the `prompts` stay together where that saves work.
 
     A collective under ZeRO-3: all ranks make as many forwards as the one with most micro-batches.
     """
     lengths, scores = [len(ids) for ids in sequences], torch.zeros(len(sequences))
-    batches = plan_micro_batches(lengths, num_ranks=1, micro_batch_size=micro_batch_size)[0] if lengths else []
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    groups = [numbers[prompt] for prompt in prompts] if prompts and shares_prompts(model) else None
+    plan = plan_micro_batches(lengths, num_ranks=1, micro_batch_size=micro_batch_size, groups=groups)
+    batches = plan[0] if lengths else []
     missing = int(comm.all_reduce_max(len(batches))) - len(batches)
     for batch in batches + [[] for _ in range(missing)]:
         preemption.safe_point()

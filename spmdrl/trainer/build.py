@@ -126,9 +126,11 @@ def _build_reward_model(
     model.layout = layout_for(model.model)
     engine = strategy.frozen(model)
 
-    def score(sequences: Sequence[Tensor]) -> Tensor:
+    size = config.rollout.micro_rollout_batch_size
+
+    def score(sequences: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
         with strategy.on_device(engine):
-            return score_sequences(engine, sequences, micro_batch_size=config.rollout.micro_rollout_batch_size)
+            return score_sequences(engine, sequences, micro_batch_size=size, prompts=prompts)
 
     return ModelReward(where, score, encode, normalization=normalization, max_len=positions, knows_policy_ids=same_ids)
 

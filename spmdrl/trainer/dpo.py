@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmdrl.algos.losses import BatchCounts
-from spmdrl.algos.preference import dpo_ipo, dpo_sigmoid, implicit_rewards, sequence_log_probs
+from spmdrl.algos.preference import dpo_ipo, dpo_sigmoid, implicit_rewards, pair_accuracy, sequence_log_probs
 from spmdrl.config.supervised import DPOConfig, SupervisedConfig
 from spmdrl.data.batching import split_evenly
 from spmdrl.data.conversations import ChatTemplate, TextTemplate
@@ -72,7 +72,7 @@ class DPO:
         bad = implicit_rewards(rejected, ref_rejected, beta=beta)
         return loss, metrics | {
             "step/loss": loss.detach(),
-            "step/accuracy": (good > bad).float().sum() / num_pairs,
+            "step/accuracy": pair_accuracy(good, bad).sum() / num_pairs,
             "step/margin": (good - bad).sum() / num_pairs,
             "step/rewards/chosen": good.sum() / num_pairs,
             "step/rewards/rejected": bad.sum() / num_pairs,

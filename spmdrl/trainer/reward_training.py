@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmdrl.algos.losses import BatchCounts
-from spmdrl.algos.preference import RM_LOSSES
+from spmdrl.algos.preference import RM_LOSSES, pair_accuracy
 from spmdrl.config.supervised import RMConfig
 from spmdrl.data.conversations import ChatTemplate, TextTemplate
 from spmdrl.data.supervised import PairRows, RowRenderer, SupervisedSet
@@ -69,7 +69,7 @@ class RewardTraining:
         chosen, rejected, scores = chosen.detach().double(), rejected.detach().double(), scores.detach().double()
         return loss, {
             "step/loss": loss.detach(),
-            "step/accuracy": (chosen > rejected).double().sum() / num_pairs,
+            "step/accuracy": pair_accuracy(chosen, rejected).sum() / num_pairs,
             "step/margin": (chosen - rejected).sum() / num_pairs,
             "step/reward_mean": scores.sum() / counts.num_sequences,
             "step/reward_square": scores.square().sum() / counts.num_sequences,

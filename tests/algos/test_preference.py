@@ -14,6 +14,7 @@ from spmdrl.algos.preference import (
     RM_LOSSES,
     implicit_rewards,
     kto,
+    pair_accuracy,
     sequence_log_probs,
     sft,
 )
@@ -152,6 +153,22 @@ def test_distillation_gradients_padding_and_equal_models(name):
     loss = distil(name, dirty, torch.where(mask[..., None], teacher, math.inf), mask)
     assert_close(loss, distil(name, student, teacher, mask))
     assert torch.autograd.grad(loss.sum(), dirty)[0][~mask].eq(0).all()
+
+
+def test_pairs_that_are_even_count_half():
+    chosen, rejected = torch.tensor([2.0, 1.0, 3.0]), torch.tensor([1.0, 1.0, 4.0])
+    assert pair_accuracy(chosen, rejected).tolist() == [1, 0.5, 0]
+
+
+def test_sums_of_log_probs_do_not_depend_on_the_padding():
+    """Each is the fp32 number next to the exact sum, whatever the width in which it is added up."""
+    log_probs = -torch.rand(1, 1000, generator=torch.Generator().manual_seed(0))
+    exact = math.fsum(log_probs[0].tolist())
+    for width in (1000, 1003, 1024, 1500):
+        padded = torch.nn.functional.pad(log_probs, (0, width - 1000))
+        sums, means = sequence_log_probs(padded, torch.arange(width)[None] < 1000)
+        assert sums.item() == torch.tensor(exact).item()
+        assert means.item() == torch.tensor(exact / 1000).item()
 
 
 def test_supervised_loss_and_sequence_log_probs_by_hand():

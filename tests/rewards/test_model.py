@@ -1,5 +1,8 @@
 """Reward models: the score at the last real token, and ids that mean the same to policy and reward model."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -8,6 +11,7 @@ from transformers import AutoTokenizer
 from spmdrl.config import ModelConfig
 from spmdrl.data.rendering import ChatRenderer
 from spmdrl.errors import UserError
+from spmdrl.models.packing import layout_for
 from spmdrl.models.tokenizer import encode_texts, load_tokenizer
 from spmdrl.models.value_head import load_reward_model
 from spmdrl.rewards.model import ModelReward, make_encoder, policy_ids, score_sequences
@@ -43,7 +47,35 @@ def test_scores_are_those_of_transformers_at_the_last_token(tmp_path, arch, end)
     expected = plain_scores(tmp_path / "model", sequences)
     assert len({round(score, 2) for score in expected}) == 6
     for size in (1, 2, 6):
-        assert score_sequences(model, sequences, micro_batch_size=size).tolist() == pytest.approx(expected, abs=1e-5)
+        scores = score_sequences(model, sequences, micro_batch_size=size).tolist()
+        assert scores == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_the_responses_to_a_prompt_are_scored_in_one_row(tmp_path, monkeypatch):
+    """Of three prompts of 60 tokens with four responses each, the longest of which are as long as one another, so that
+    by length alone they would be mixed. The scores are those of one sequence at a time."""
+    model = load(make_reward_model(tmp_path / "model"))
+    model.layout = layout_for(model.model)
+    starts = [prompt[:-1] for prompt in sequences_of(61, 61, 61)]
+    ends = sequences_of(*[9, 3, 6, 4] * 3, seed=1)
+    sequences = [torch.cat([starts[i // 4], end]) for i, end in enumerate(ends)]
+    order = [0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]  # prompts alternate
+    prompts = [str(i // 4) for i in order]
+    seen = []
+    monkeypatch.setattr(model.model.base_model.embed_tokens, "forward", partial(embed, model, seen))
+    options = {"micro_batch_size": 4, "prompts": prompts}
+    scores = score_sequences(model, [sequences[i] for i in order], **options)
+    assert len(seen) == 3 and all(rows == 1 for rows, _ in seen)
+    assert max(tokens for _, tokens in seen) <= 60 + 22 + 8
+    alone = [float(score_sequences(model, [sequences[i]], micro_batch_size=1)) for i in order]
+    assert scores.tolist() == pytest.approx(alone, abs=1e-5)
+    assert len({round(score, 2) for score in alone}) > 6
+
+
+def embed(model, seen, ids):
+    """The embeddings, noting the shape of what they are asked for."""
+    seen.append(tuple(ids.shape))
+    return torch.nn.functional.embedding(ids, model.model.base_model.embed_tokens.weight)
 
 
 def test_scores_do_not_depend_on_the_pad_token_of_the_model(tmp_path):
@@ -100,7 +132,7 @@ def batch_of(*responses, prompt="Hi:", cell=None, sequences=()):
 
 
 def source(scores, **options):
-    return ModelReward("reward model m", lambda sequences: torch.tensor(scores), policy_ids, **options)
+    return ModelReward("reward model m", lambda sequences, prompts: torch.tensor(scores), policy_ids, **options)
 
 
 def test_scores_are_normalised_by_the_models_own_mean_and_std():
@@ -196,7 +228,7 @@ def test_a_prompt_that_its_template_refuses_is_named():
     policy, own = make_tokenizer(), make_tokenizer(chat_template=refusing)
     encode, _ = make_encoder(policy, own, apply_chat_template=True)
     cell = [{"role": "system", "content": "Sum."}, {"role": "user", "content": "1+1"}]
-    reward = ModelReward("reward model m", lambda sequences: torch.zeros(len(sequences)), encode)
+    reward = ModelReward("reward model m", lambda sequences, prompts: torch.zeros(len(sequences)), encode)
     message = "^reward model m: the prompt of row 1, sample 0 is refused by the chat template"
     with pytest.raises(UserError, match=message):
         reward(batch_of("2", prompt=ChatRenderer(policy)(cell), cell=cell))

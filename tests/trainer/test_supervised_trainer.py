@@ -259,7 +259,10 @@ def test_held_out_loss_is_that_of_transformers_with_prompts_masked(tmp_path, one
 
 @SLOW
 def test_without_learning_policy_and_reference_are_the_same_model(tmp_path, one_rank, inputs):
-    """DPO's loss is then log 2, KTO's 1/2, every reward and KL 0, also for a reference that is given."""
+    """DPO's loss is then log 2, KTO's 1/2, every reward and KL 0, also for a reference that is given; and with pairs
+    that go through both models one at a time exactly so, every pair being a draw."""
+    trainer = run("dpo", tmp_path / "draws", **inputs, learning_rate=0.0, micro_train_batch_size=1)
+    assert {(row["train/margin"], row["train/accuracy"]) for row in logged(trainer, "train")} == {(0.0, 0.5)}
     for program, loss in (("dpo", math.log(2)), ("kto", 0.5)):
         for ref_pretrain in (None, inputs["pretrain"]):
             trainer = run(program, tmp_path / program, **inputs, learning_rate=0.0, ref_pretrain=ref_pretrain)
