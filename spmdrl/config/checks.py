@@ -221,9 +221,10 @@ def _split_url(url: str) -> SplitResult | None:
 
 def _secret_parameter(query: str) -> str | None:
     """The first parameter of a URL whose name says that it is not for everybody."""
-    names = (name for name, _ in parse_qsl(query, keep_blank_values=True))
-    found = next((name for name in names if re.search("(?i)token|secret|passw|api_?key|signature|credential", name)), "")
-    return f"?{found}=..." if found else None
+    for name, _ in parse_qsl(query, keep_blank_values=True):
+        if re.search("(?i)token|secret|passw|api_?key|signature|credential", name):
+            return f"?{name}=..."
+    return None
 
 
 def check_kl(config: PPOConfig) -> None:

@@ -219,7 +219,8 @@ def read_output(returned: Any, sample_ids: Sequence[str], where: str) -> RewardO
             f"{where} returned a dict with {', '.join(map(repr, returned)) or 'nothing'}; "
             f"it may have 'rewards', and optionally 'scores' and 'extra_logs'"
         )
-    scores, extra_logs = returned.get("scores"), returned.get("extra_logs") or {}
+    scores, extra_logs = returned.get("scores"), returned.get("extra_logs")
+    extra_logs = {} if extra_logs is None else extra_logs
     if not isinstance(extra_logs, dict):
         raise RewardError(f"{where} returned extra_logs of type {type(extra_logs).__name__}, not a dict of numbers")
     return RewardOutput(

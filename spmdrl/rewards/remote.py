@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -87,11 +88,14 @@ class RemoteReward:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     def _client(self, url: str) -> Any:
-        """Proxies of the environment are used for servers elsewhere only. Redirects are not followed."""
+        """Proxies of the environment are used for servers elsewhere only, its certificates (SSL_CERT_FILE) for all.
+        Redirects are not followed."""
         import httpx2
 
         try:
-            return httpx2.AsyncClient(headers=self._headers, trust_env=self._uses_proxies[url], timeout=None)
+            verify = httpx2.create_ssl_context() if url.startswith("https:") else True
+            trust_env = self._uses_proxies[url]
+            return httpx2.AsyncClient(headers=self._headers, trust_env=trust_env, verify=verify, timeout=None)
         except (ImportError, ValueError, OSError) as error:  # a proxy or certificate that cannot be used
             raise RewardError(
                 f"reward server {url}: cannot be asked with the proxies and certificates that the environment names: "
@@ -194,6 +198,9 @@ class _Server:
         except httpx2.ProxyError as error:
             raise RewardError(f"reward server {self.url}: the proxy refused: {first_line(error)}") from None
         except (httpx2.NetworkError, httpx2.TimeoutException, httpx2.RemoteProtocolError) as error:
+            if _is_refused_by_tls(error):
+                hint = "SSL_CERT_FILE names a file of certificates to trust"
+                raise RewardError(f"reward server {self.url}: {first_line(error)}; {hint}") from None
             raise _Fault(f"{type(error).__name__} ({first_line(error)})") from None
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise RewardError(f"reward server {self.url}: {type(error).__name__}: {first_line(error)}") from None
@@ -218,10 +225,12 @@ class _Server:
         if status == SOMETIMES_TRANSIENT:
             raise _Fault(f"{text}{said}", max_tries=MAX_TRIES_500)
         if 300 <= status < 400:
-            target = response.headers.get("Location", "nowhere")
+            target = response.headers.get("Location", "nowhere").partition("?")[0]
             raise RewardError(f"reward server {self.url}: {text}, to {target}: give that as --remote_rm_url")
         if status in (401, 403):
             said += f"; a bearer token is taken from the environment variable {TOKEN_VARIABLE}"
+        if status == 413:
+            said += "; --micro_rollout_batch_size is the most samples of a request"
         raise RewardError(f"reward server {self.url}: {text}{said}; {EXPECTED}")
 
 
@@ -261,13 +270,21 @@ def is_local(host: str) -> bool:
     return all(ipaddress.ip_address(address).is_private for address in found)
 
 
+def _is_refused_by_tls(error: BaseException | None) -> bool:
+    """Whether the two do not agree on a certificate or a protocol, which no second try changes."""
+    passing = (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError)
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error is not None and not isinstance(error, passing)
+
+
 def _jitter() -> float:
     return random.SystemRandom().uniform(0.75, 1.25)  # not the seeded one, which a reward function may use
 
 
 def _retry_after(value: str | None) -> float:
     """Seconds that a server asks to wait, given as such or as a date (RFC 9110); 0 for what is neither."""
-    if not value or value.isdigit():
+    if not value or value.isdecimal():
         return float(value or 0)
     try:
         until = parsedate_to_datetime(value)
@@ -277,6 +294,8 @@ def _retry_after(value: str | None) -> float:
 
 
 def _shown(answer: bytes) -> str:
-    """What a server said, short enough for one line."""
+    """What a server said, short enough for one line; without the token, should it have sent that back."""
+    if token := bearer_token():
+        answer = answer.replace(token.encode(), b"***")
     text = " ".join(answer[:1000].decode("utf-8", errors="replace").split())
     return f" ({text if len(text) <= 200 else text[:197] + '...'})" if text else ""

@@ -25,9 +25,10 @@ from spmdrl.config.preflight import model_positions
 from spmdrl.config.serve import ServeRMConfig
 from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import compute_dtype
-from spmdrl.errors import UserError
+from spmdrl.errors import UserError, first_line
 from spmdrl.models.tokenizer import encode_texts, load_tokenizer
 from spmdrl.models.value_head import load_reward_model
+from spmdrl.quiet import quiet_libraries
 from spmdrl.rewards.model import score_sequences
 from spmdrl.rewards.remote import TOKEN_VARIABLE, bearer_token
 
@@ -202,7 +203,9 @@ def load_app(config: ServeRMConfig) -> Starlette:
 
 
 def serve(config: ServeRMConfig) -> None:
-    """Load the model and answer requests until SIGINT or SIGTERM. Raises UserError."""
+    """Load the model and answer requests until SIGINT or SIGTERM; those that come before it is there wait. Raises
+    UserError."""
+    quiet_libraries(is_main=True)
     listener = listen(config.host, config.port)
     app = load_app(config)
     host, port = listener.getsockname()[:2]
@@ -217,14 +220,18 @@ def serve(config: ServeRMConfig) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address. Raises UserError where it is taken."""
+    """A socket at the address; who connects from here on waits to be answered. Raises UserError where it is taken:
+    by a socket that listens, since two that are bound can share an address that was in use a moment ago."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-    except OSError as error:
-        raise UserError(f"--host {host} --port {port}: cannot listen there: {error.strerror}") from None
+        listener.listen(MAX_CONNECTIONS)
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UserError(f"--host {host} --port {port}: cannot listen there: {reason}") from None
     return listener
 
 

@@ -1,10 +1,15 @@
 """Reward servers for tests: real sockets on loopback, each request answered as a test says."""
 
+import datetime
+import ipaddress
 import json
+import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from spmdrl.launch import free_port
@@ -16,7 +21,7 @@ class RewardServer:
     """`answer(server, body of the request, handler)` returns what is sent as JSON, (status, text), or None where it
     has used the handler itself."""
 
-    def __init__(self, answer: Answer):
+    def __init__(self, answer: Answer, *, host: str = "127.0.0.1", certificate: str | Path | None = None):
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.most_at_a_time = self._now = 0
@@ -30,9 +35,19 @@ class RewardServer:
 
             def log_message(self, *args: Any) -> None: ...
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._http.server_port}/get_reward"
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
+            def handle_error(self, *args: Any) -> None: ...  # such as clients that do not trust it
+
+        self._http = Server((host, 0), Handler)
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self._http.socket = context.wrap_socket(self._http.socket, server_side=True)
+        scheme, name = "http" if certificate is None else "https", f"[{host}]" if ":" in host else host
+        self.url = f"{scheme}://{name}:{self._http.server_port}/get_reward"
 
     @property
     def num_requests(self) -> int:
@@ -90,3 +105,24 @@ def first(*answers: Any) -> Answer:
 def nobody() -> Iterator[str]:
     """The URL of a server that is down."""
     yield f"http://127.0.0.1:{free_port()}/get_reward"
+
+
+def make_certificate(path: Path) -> Path:
+    """A key and a certificate for 127.0.0.1, signed by nobody else, in one file."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "reward")])
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    day = datetime.timedelta(days=1)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - day, now + day)
+        .add_extension(address, critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path.write_bytes(key.private_bytes(*pem) + certificate.public_bytes(serialization.Encoding.PEM))
+    return path

@@ -12,7 +12,7 @@ from spmdrl.errors import UserError
 from spmdrl.rewards import remote
 from spmdrl.rewards.remote import RemoteReward, is_local
 from spmdrl.rewards.source import RewardBatch, RewardError
-from tests.rewards.servers import RewardServer, first, lengths, nobody, send
+from tests.rewards.servers import RewardServer, first, lengths, make_certificate, nobody, send
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,41 @@ def test_an_answer_may_be_compressed():
         assert ask(server.url).rewards.tolist() == [1, 2, 3]
 
 
+def test_an_answer_may_come_in_chunks():
+    def answer(server, body, handler):
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        for part in (b'{"rewa', b'rds": [1, ', b"2, 3]}", b""):
+            handler.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+        return None
+
+    with RewardServer(answer) as server:
+        assert ask(server.url).rewards.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_server_may_close_each_connection_after_its_answer(caplog, announced):
+    """Which is nothing to be told about."""
+
+    def answer(server, body, handler):
+        handler.close_connection = True
+        closing = {"Connection": "close"} if announced else {}
+        send(handler, 200, '{"rewards": [1]}', **closing)
+        return None
+
+    with RewardServer(answer) as server:
+        assert ask(server.url, batch=batch_of(*["p"] * 12), batch_size=1).rewards.tolist() == [1] * 12
+    assert server.num_requests == 12
+    assert caplog.messages == []
+
+
+def test_a_server_may_have_an_address_of_ipv6():
+    with RewardServer(lengths, host="::1") as server:
+        assert server.url.startswith("http://[::1]:")
+        assert ask(server.url).rewards.tolist() == [2, 3, 4]
+
+
 def test_batches_are_dealt_to_the_servers_in_turn_and_put_together_in_order():
     with RewardServer(lengths) as a, RewardServer(lengths) as b:
         output = ask(a.url, b.url, batch=batch_of("p", "pp", "ppp", "pppp", "ppppp"), batch_size=2)
@@ -102,6 +137,14 @@ def test_a_token_goes_along_and_is_in_no_message(monkeypatch):
     assert [h["Authorization"] for h in server.headers] == ["Bearer s3cret"] * 2
     assert "s3cret" not in message
     assert remote.TOKEN_VARIABLE in message
+
+
+def test_a_token_that_a_server_sends_back_is_in_no_message(monkeypatch):
+    monkeypatch.setenv(remote.TOKEN_VARIABLE, "s3cret")
+    with RewardServer(lambda s, b, handler: {"headers": dict(handler.headers)}) as server:
+        message = refusal(server.url)
+    assert "s3cret" not in message
+    assert '"Authorization": "Bearer ***"' in message
 
 
 @pytest.mark.parametrize("token", ["s3cret\n", " s3cret"])
@@ -155,6 +198,7 @@ def test_another_server_is_tried_where_one_is_down():
         ("Wed, 21 Oct 1959 07:28:00 GMT", 0),
         ("soon", 0),
         ("-3", 0),
+        ("\u00b2", 0),
     ],
 )
 def test_seconds_and_dates_are_read_as_waits(monkeypatch, value, wait_s):
@@ -249,6 +293,20 @@ def test_tries_end_with_the_time_too():
         ({"reward": [1, 2, 3]}, "answered without 'rewards' ({\"reward\": [1, 2, 3]}); expected"),
         ([1, 2, 3], "answered without 'rewards' ([1, 2, 3]); expected"),
         ({"rewards": [1, 2, 3], "scores": [1]}, "'scores' returned 1 numbers for 3 samples"),
+        ({"rewards": [[1, 2], [3, 4], [5, 6]]}, "returned [1, 2] for row 1, sample 0, not a number"),
+        ({"rewards": [[[1]], [[2]], [[3]]]}, "returned [1] for row 1, sample 0, not a number"),
+        ({"rewards": {"0": 1, "1": 2, "2": 3}}, "(dict) for 3 samples; return 3 numbers"),
+        ({"rewards": [1, 2, 10**400]}, "returned 1000"),
+        ({"rewards": [1, 2, 1e39]}, "returned 1e+39 for row 3, sample 0, not a finite fp32 number"),
+        ((200, '{"rewards": [1, 2, ' + "3" * 5000 + "]}"), "answered no JSON"),
+        ((200, "[" * 100_000), "answered no JSON"),
+        ({"rewards": [1, 2, 3], "extra_logs": []}, "returned extra_logs of type list, not a dict of numbers"),
+        ({"rewards": [1, 2, 3], "extra_logs": {"x": None}}, "extra_logs['x'] returned None (NoneType) for 3 samples"),
+        ({"rewards": [1, 2, 3], "extra_logs": {"x": {"y": 1}}}, "extra_logs['x'] returned {'y': 1} (dict) for 3"),
+        ({"rewards": [1, 2, 3], "extra_logs": {"x": [1, "2", 3]}}, "extra_logs['x'] returned '2' for row 2"),
+        ((413, "too large"), "HTTP 413 Request Entity Too Large (too large); --micro_rollout_batch_size is the most"),
+        ((407, ""), "HTTP 407 Proxy Authentication Required; expected"),
+        ((204, ""), "HTTP 204 No Content; expected"),
         ((200, "<html>welcome"), "answered no JSON (<html>welcome); expected"),
         ((200, ""), "answered no JSON; expected"),
         ((404, "not here"), "HTTP 404 Not Found (not here); expected"),
@@ -268,6 +326,8 @@ def test_a_redirect_is_not_followed():
     with RewardServer(lengths) as elsewhere:
         with RewardServer(lambda s, b, handler: send(handler, 307, "", Location=elsewhere.url)) as server:
             assert f"HTTP 307 Temporary Redirect, to {elsewhere.url}: give that" in refusal(server.url)
+        with RewardServer(lambda s, b, handler: send(handler, 302, "", Location="/login?token=s3cret")) as server:
+            assert "HTTP 302 Found, to /login: give that" in refusal(server.url)
         assert elsewhere.num_requests == 0
 
 
@@ -275,6 +335,41 @@ def test_an_endless_answer_is_cut_off(monkeypatch):
     monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 100)
     with RewardServer(lambda *_: (200, " " * 200)) as server:
         assert "answered more than 100 bytes" in refusal(server.url)
+
+
+def test_an_answer_that_unpacks_to_more_than_it_should_is_cut_off(monkeypatch):
+    def answer(server, body, handler):
+        content = gzip.compress(bytes(10_000_000))
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", "gzip")
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 1_000_000)
+    with RewardServer(answer) as server:
+        assert "answered more than 1000000 bytes" in refusal(server.url)
+
+
+def test_a_certificate_that_nobody_vouches_for_is_an_error_at_once(tmp_path, monkeypatch):
+    """Until the environment names it, also where proxies of the environment are not used."""
+    certificate = make_certificate(tmp_path / "reward.pem")
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    start = time.monotonic()
+    with RewardServer(lengths, certificate=certificate) as server:
+        message = refusal(server.url)
+        assert message.startswith(f"reward server {server.url}: ")
+        assert "certificate verify failed" in message
+        assert message.endswith("; SSL_CERT_FILE names a file of certificates to trust")
+        assert time.monotonic() - start < 2
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert ask(server.url).rewards.tolist() == [2, 3, 4]
+
+
+def test_https_where_only_http_is_spoken_is_an_error_at_once(caplog):
+    with RewardServer(lengths) as server:
+        assert "WRONG_VERSION_NUMBER" in refusal(server.url.replace("http:", "https:")).upper().replace(" ", "_")
+    assert caplog.messages == []
 
 
 def test_batches_with_different_logs_are_an_error():
@@ -298,9 +393,25 @@ def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(mo
         assert ask(server.url).rewards.tolist() == [2, 3, 4]
 
 
+def test_a_proxy_of_the_environment_is_asked_for_a_server_elsewhere(monkeypatch):
+    def answer(server, body, handler):
+        asked.append((handler.path, handler.headers["Proxy-Authorization"]))
+        return lengths(server, body, handler) if len(asked) == 1 else (407, "who are you?")
+
+    asked = []
+    monkeypatch.setattr(remote, "is_local", lambda host: False)
+    with RewardServer(answer) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url.replace("//", "//me:s3cret@"))
+        assert ask("http://rewards.example/get_reward").rewards.tolist() == [2, 3, 4]
+        message = refusal("http://rewards.example/get_reward")
+    assert asked == [("http://rewards.example/get_reward", "Basic bWU6czNjcmV0")] * 2
+    assert "HTTP 407 Proxy Authentication Required (who are you?)" in message
+    assert "s3cret" not in message
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("HTTP_PROXY", "ftp://proxy:9"), ("ALL_PROXY", "socks9://proxy:9"), ("SSL_CERT_FILE", "/no/file")],
+    [("HTTP_PROXY", "ftp://me:s3cret@proxy:9"), ("ALL_PROXY", "socks9://proxy:9"), ("SSL_CERT_FILE", "/no/file")],
 )
 def test_a_proxy_or_certificate_that_cannot_be_used_is_one_line(monkeypatch, name, value):
     """Where the environment counts, which is for servers outside private networks."""
@@ -312,6 +423,7 @@ def test_a_proxy_or_certificate_that_cannot_be_used_is_one_line(monkeypatch, nam
     assert message.startswith(
         f"reward server {server.url}: cannot be asked with the proxies and certificates that the"
     )
+    assert "s3cret" not in message
 
 
 @pytest.mark.parametrize(
@@ -346,14 +458,31 @@ def test_servers_that_cannot_be_meant_are_refused(flags, message):
     assert message in str(error.value)
 
 
-def test_a_password_in_the_address_is_refused_without_showing_it():
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me:s3cret@host/x",
+        "http://s3cret@host/x",
+        "http://host/x?n=1&api_key=s3cret",
+        "http://host/x?access_TOKEN=s3cret",
+        "http://host/x?X-Amz-Signature=s3cret",
+    ],
+)
+def test_a_secret_in_the_address_is_refused_without_showing_it(url):
     with pytest.raises(UserError) as error:
-        read_config(PPOConfig, ["--remote_rm_url", "http://me:s3cret@host/x"])
+        read_config(PPOConfig, ["--remote_rm_url", url])
     assert "s3cret" not in str(error.value)
     assert remote.TOKEN_VARIABLE in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["http://me:s3cret@host:99999/x", "ftp://me:s3cret@host/x", "http://me:s3/cret@h/x"])
+def test_a_secret_in_what_is_no_address_is_not_shown_either(url):
+    with pytest.raises(UserError, match=r"^--remote_rm_url \w+://\*\*\*@h.*: a reward server is http://host:port/path"):
+        read_config(PPOConfig, ["--remote_rm_url", url])
 
 
 def test_several_servers_are_one_source():
     config = read_config(PPOConfig, ["--remote_rm_url", "http://a/x, http://b/x", "--reward_weights", "2"])
     assert config.reward.servers == ("http://a/x", "http://b/x")
     assert config.reward.num_sources == 1
+    assert read_config(PPOConfig, ["--remote_rm_url", "http://a/x?model=m&n=1"]).reward.num_sources == 1

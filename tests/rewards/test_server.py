@@ -17,6 +17,7 @@ import uvicorn
 from spmdrl.config.parse import read_config
 from spmdrl.config.serve import ServeRMConfig
 from spmdrl.errors import UserError
+from spmdrl.rewards import server
 from spmdrl.rewards.remote import TOKEN_VARIABLE, RemoteReward
 from spmdrl.rewards.server import listen, load_app, make_app
 from spmdrl.rewards.source import RewardBatch, RewardError
@@ -27,18 +28,18 @@ ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
-def serving(app):
+def serving(app, listener=None):
     """The address of the app, on a real socket."""
-    listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    listener = listener or listen("127.0.0.1", 0)
+    own = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    thread = threading.Thread(target=own.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    while not server.started:
+    while not own.started:
         time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        own.should_exit = True
         thread.join(timeout=10)
 
 
@@ -218,12 +219,30 @@ def test_flags_that_cannot_be_meant_are_refused(words, message):
     assert str(error.value).startswith(message)
 
 
-def test_a_port_that_is_taken_is_named():
-    with listen("127.0.0.1", 0) as taken:
-        taken.listen()
+def test_a_port_is_taken_before_the_model_is_loaded(monkeypatch):
+    """So that of two servers that start at once one says that it cannot, and loads nothing."""
+    monkeypatch.setattr(server, "load_app", lambda config: pytest.fail("loads a model"))
+    with listen("127.0.0.1", 0) as taken:  # the other one has come this far
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"--host 127.0.0.1 --port {port}: cannot listen there: Address already"):
-            listen("127.0.0.1", port)
+            server.serve(config_of("--reward_pretrain", "a/b", "--port", str(port)))
+
+
+def test_who_connects_while_the_model_loads_is_answered_afterwards():
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        waiting = pool.submit(post, url, json={"query": ["a"]}, timeout=30)
+        time.sleep(0.1)
+        assert not waiting.done()
+        with serving(app(), listener):
+            assert waiting.result(30).json() == {"rewards": [97.0]}
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "203.0.113.1"])
+def test_an_address_that_is_not_this_machines_is_one_line(host):
+    with pytest.raises(UserError, match=f"^--host {host} --port 0: cannot listen there: .+$") as error:
+        listen(host, 0)
+    assert "\n" not in str(error.value)
 
 
 def train_against(url, folder, reward_model):
