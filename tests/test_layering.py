@@ -127,6 +127,7 @@ def test_nobody_asks_whether_it_is_the_main_rank_but_those_that_write():
         "trainer/generation.py",
         "trainer/output_file.py",
         "trainer/ppo_trainer.py",
+        "trainer/saving.py",
         "trainer/supervised_trainer.py",
     }
 

@@ -1,4 +1,4 @@
-"""Whole runs in one --ckpt_path: one at a time, none blocked by a dead one, and none trained again."""
+"""Whole runs in one --save_path and --ckpt_path: one at a time, none blocked by a dead one, and none trained again."""
 
 import random
 import signal
@@ -28,7 +28,7 @@ def test_one_lives_one_is_refused_and_whoever_comes_after_a_kill_or_the_end_goes
     for rank in (0, 1):
         (line,) = process.lines(f"[rank {rank}] ")
         pid = first.processes[0].pid
-        assert f"error: --ckpt_path {tmp_path / 'ckpt'} is in use by another run (pid {pid} on " in line
+        assert f"error: --save_path {tmp_path / 'out'} is in use by another run (pid {pid} on " in line
 
     for process in first.processes:
         process.kill()

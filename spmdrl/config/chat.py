@@ -65,6 +65,8 @@ class ChatConfig:
         for name in ("temperature", "top_p"):
             if self.greedy_sampling and getattr(self, name) != getattr(ChatConfig, name):
                 raise UserError(f"--{name} changes nothing with --greedy_sampling; drop one of them")
+        if self.input_template is not None and self.model.tokenizer_chat_template is not None:
+            raise UserError("--tokenizer_chat_template does nothing with --input_template; drop one of them")
 
     def validate(self, world_size: int) -> None:
         """Raise UserError where there is no model, or more than one process."""

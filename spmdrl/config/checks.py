@@ -306,7 +306,7 @@ def check_template(config: Any) -> None:
 
 def check_chat_template(config: Any) -> None:
     if config.model.tokenizer_chat_template is not None and not config.data.apply_chat_template:
-        raise UserError("--tokenizer_chat_template renders nothing without --apply_chat_template; give both or neither")
+        raise UserError("--tokenizer_chat_template does nothing without --apply_chat_template; give both or neither")
 
 
 def check_hardware(config: Any) -> None:

@@ -15,6 +15,7 @@ from spmdrl.config.sections import (
     RolloutConfig,
     StoppingConfig,
 )
+from spmdrl.config.splits import check_splits
 from spmdrl.errors import UserError
 
 RANGES: dict[str, checks.Range] = {**checks.RANGES, "max_new_tokens": (lambda x: x >= 1, "at least 1")}
@@ -250,18 +251,20 @@ def check_surroundings(config: GenerateConfig, world_size: int) -> None:
     ):
         if not value:
             raise UserError(f"--{flag} is missing: {what}")
+    preflight.check_packages(config)
     preflight.check_engine(config)
     preflight.check_models({"pretrain": str(model)})
     preflight.check_sources({"dataset": config.data.dataset})
-    preflight.check_reward_sources(config.reward)
+    check_splits(config)
+    preflight.check_reward_sources(config.reward, config.value_head_prefix)
     check_output(Path(str(output_path)).expanduser())
     sources = [("dataset", source.strip()) for source in str(config.data.dataset).split(",")]
     preflight.check_apart("output_path", str(output_path), [str(output_path)], sources)
     preflight.check_ranks(config, world_size)
+    preflight.check_causal_lm("pretrain", str(model))
     if model_config := preflight.read_model_config("pretrain", str(model)):
         check_positions(config, preflight.model_positions(model_config))
         preflight.check_heads(config, model_config, world_size)
-    preflight.check_causal_lm("pretrain", str(model))
 
 
 def check_output(path: Path) -> None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from spmdrl.config import hub
 from spmdrl.config.flags import values_of
+from spmdrl.config.heads import check_head
+from spmdrl.config.splits import check_splits
 from spmdrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
     from spmdrl.config.sections import CheckpointConfig, RewardConfig
 
 GENERATION = "generation_config.json"
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".arrow")
 
-CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 def check_surroundings(config: PPOConfig, world_size: int) -> None:
     check_required(config)
@@ -36,9 +38,9 @@ def check_surroundings(config: PPOConfig, world_size: int) -> None:
     for flag, name in models(config).items():
         if model_config := read_model_config(flag, name):
             check_positions(config, model_config, f"--{flag} {name}")
+    check_causal_lm("pretrain", config.model.pretrain or "")
     if model_config := read_model_config("pretrain", config.model.pretrain or ""):
         check_heads(config, model_config, world_size)
-    check_causal_lm("pretrain", config.model.pretrain or "")
 
 
 def inputs_of(config: PPOConfig) -> list[tuple[str, str | None]]:
@@ -68,6 +70,11 @@ def check_packages(config: Any) -> None:
     for flag, package in PACKAGES.items():
         if values.get(flag) not in (None, 0) and not is_installed(package):
             raise UserError(f"--{flag} needs the package {package}: pip install {package}, or leave the flag out")
+    if values["attention"] == "flash_attention_2" and not is_installed("flash_attn"):
+        raise UserError(
+            "--attention flash_attention_2 (--flash_attn) needs the package flash-attn: pip install flash-attn "
+            "--no-build-isolation, or leave the flag out"
+        )
 
 
 def check_engine(config: Any) -> None:
@@ -106,7 +113,11 @@ def check_files(config: PPOConfig) -> None:
             "eval_dataset": config.eval.eval_dataset,
         }
     )
-    check_reward_sources(config.reward, has_adapters=config.share_backbone)
+    check_splits(config)
+    prefix, has_adapters = config.critic.value_head_prefix, config.share_backbone
+    check_reward_sources(config.reward, prefix, has_adapters=has_adapters)
+    if config.needs_critic and not has_adapters:
+        check_critic_head(config)
     check_outputs(config.checkpoint, inputs_of(config))
 
 
@@ -127,9 +138,18 @@ def check_adapters(config: PPOConfig) -> None:
             )
 
 
-def check_reward_sources(reward: RewardConfig, *, has_adapters: bool = False) -> None:
+def check_critic_head(config: PPOConfig) -> None:
+    """Without --critic_pretrain the critic starts from a reward model, which is checked as one, or --pretrain."""
+    if name := config.critic.critic_pretrain:
+        check_head("critic_pretrain", name, config.critic.value_head_prefix)
+    elif not config.reward.models:
+        check_head("pretrain", str(config.model.pretrain), config.critic.value_head_prefix)
+
+
+def check_reward_sources(reward: RewardConfig, value_head_prefix: str, *, has_adapters: bool = False) -> None:
     for name in () if has_adapters else reward.models:
         check_models({"reward_pretrain": name})
+        check_head("reward_pretrain", name, value_head_prefix)
     if reward.servers and not is_installed("httpx2"):
         raise UserError("--remote_rm_url http://... needs the package httpx2: pip install httpx2")
     if not reward.servers:
@@ -149,6 +169,16 @@ def check_models(names: Mapping[str, str]) -> None:
             raise UserError(f"--{flag} {name}: {missing}")
         if not looks_local(name):
             hub.check_model(flag, name)
+
+
+def check_causal_lm(flag: str, name: str) -> None:
+    """Raise UserError for a reward model, critic or other classifier: what it has learned is to score texts."""
+    kinds = (_read_config(flag, name) or {}).get("architectures")
+    if kinds and isinstance(kinds, list) and all(str(kind).endswith(CLASSIFIERS) for kind in kinds):
+        raise UserError(
+            f"--{flag} {name} is a {kinds[0]}, which scores texts (a reward model or critic?) and writes none: give a "
+            "causal LM"
+        )
 
 
 def check_sources(specs: Mapping[str, str | None]) -> None:
@@ -171,16 +201,6 @@ def check_reward_file(flag: str, spec: str | None) -> None:
     path = spec if spec.endswith(".py") else spec.rpartition(":")[0]
     if not path.endswith(".py"):
         server = ", or a server, http://host:port/path" if flag == "remote_rm_url" else ""
-def check_causal_lm(flag: str, name: str) -> None:
-    """Raise UserError for a reward model, critic or other classifier: what it has learned is to score texts."""
-    kinds = (_read_config(flag, name) or {}).get("architectures")
-    if kinds and isinstance(kinds, list) and all(str(kind).endswith(CLASSIFIERS) for kind in kinds):
-        raise UserError(
-            f"--{flag} {name} is a {kinds[0]}, which scores texts (a reward model or critic?) and writes none: give a "
-            "causal LM"
-        )
-
-
         raise UserError(f"--{flag} {spec}: takes path.py, which defines reward_func, or path.py:name{server}")
     if not os.path.isfile(os.path.expanduser(path)):
         raise UserError(f"--{flag} {path}: no such file")
@@ -281,6 +301,14 @@ def model_positions(model_config: dict[str, Any]) -> int | None:
 
 def read_model_config(flag: str, pretrain: str) -> dict[str, Any] | None:
     """config.json of a local model, or of a hub model in the local cache; None where neither is there."""
+    content = _read_config(flag, pretrain)
+    if content is None:
+        return None
+    inner = content.get("text_config")
+    return inner if inner and isinstance(inner, dict) else content
+
+
+def _read_config(flag: str, pretrain: str) -> dict[str, Any] | None:
     folder = Path(pretrain) if os.path.isfile(Path(pretrain) / "config.json") else hub.model_folder(pretrain)
     if folder is None:
         return None
@@ -300,14 +328,6 @@ def _read_object(path: Path, source: str) -> dict[str, Any]:
     return content
 
 
-    content = _read_config(flag, pretrain)
-    if content is None:
-        return None
-    inner = content.get("text_config")
-    return inner if inner and isinstance(inner, dict) else content
-
-
-def _read_config(flag: str, pretrain: str) -> dict[str, Any] | None:
 def _first(model_config: dict[str, Any], *names: str) -> int | None:
     return next((value for name in names if type(value := model_config.get(name)) is int), None)
 

@@ -5,7 +5,8 @@ from typing import ClassVar, Literal
 
 from spmdrl.config import checks
 from spmdrl.config.foreign import NOT_YET, Foreign
-from spmdrl.config.preflight import check_models, is_installed
+from spmdrl.config.heads import check_head
+from spmdrl.config.preflight import check_models, check_packages, is_installed
 from spmdrl.config.sections import ModelConfig
 from spmdrl.errors import UserError
 
@@ -68,7 +69,9 @@ class ServeRMConfig:
         for package in ("starlette", "uvicorn"):
             if not is_installed(package):
                 raise UserError(f"cli/serve_rm.py needs the package {package}: pip install {package}")
+        check_packages(self)
         check_models({"reward_pretrain": self.reward_pretrain})
+        check_head("reward_pretrain", self.reward_pretrain, self.value_head_prefix)
 
     @property
     def model(self) -> ModelConfig:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from spmdrl.config import checks, preflight
 from spmdrl.config.flags import flags_of, values_of
+from spmdrl.config.heads import check_head
+from spmdrl.config.splits import check_splits
 from spmdrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,21 +45,26 @@ def check_rendering(config: SupervisedConfig) -> None:
     """One thing shapes a row: the chat template, a text template or, for plain texts, neither."""
     values, flags = values_of(config), flags_of(type(config))
     has_template = values["input_template"] not in (None, flags["input_template"].default)
-    if has_template and values["apply_chat_template"]:
-        raise UserError("--input_template and --apply_chat_template both shape the prompt; give one of them")
-    if values.get("multiturn") and not values["apply_chat_template"]:
-        raise UserError("--multiturn learns the turns of the chat template: add --apply_chat_template")
-    if values.get("multiturn") and values["output_key"] != flags["output_key"].default:
-        raise UserError("--multiturn takes whole conversations from --input_key: leave --output_key out")
     if values.get("pretrain_mode"):
         shaped = {
             "apply_chat_template": values["apply_chat_template"],
             "input_template": has_template,
             "output_key": values["output_key"] != flags["output_key"].default,
+            "multiturn": values["multiturn"],
         }
         for name, given in shaped.items():
             if given:
                 raise UserError(f"--pretrain_mode learns plain texts as they are: leave --{name} out")
+    checks.check_chat_template(config)
+    if has_template and values["apply_chat_template"]:
+        raise UserError("--input_template and --apply_chat_template both shape the prompt; give one of them")
+    if has_template and values.get("prompt_key", "") is None:
+        raise UserError("--input_template goes around a pair's prompt: name the prompt's column with --prompt_key")
+    if values.get("multiturn") and not values["apply_chat_template"]:
+        raise UserError("--multiturn learns the turns of the chat template: add --apply_chat_template")
+    if values.get("multiturn") and values["output_key"] is not None:
+        remedy = "give --output_key None" if flags["output_key"].default else "leave --output_key out"
+        raise UserError(f"--multiturn takes whole conversations from --input_key: {remedy}")
 
 
 def check_required(config: SupervisedConfig) -> None:
@@ -83,10 +90,13 @@ def check_surroundings(config: SupervisedConfig, world_size: int) -> None:
     models = {flag: name for flag, name in named.items() if name}
     preflight.check_models(models)
     preflight.check_sources({"dataset": config.data.dataset, "eval_dataset": config.data.eval_dataset})
+    check_splits(config)
     preflight.check_outputs(config.checkpoint, named.items())
     preflight.check_ranks(config, world_size)
     for flag, name in models.items():
-        if config.program != "rm":  # which goes on with a reward model too
+        if config.program == "rm":  # which goes on with a reward model too
+            check_head(flag, name, values_of(config)["value_head_prefix"])
+        else:
             preflight.check_causal_lm(flag, name)
         if model_config := preflight.read_model_config(flag, name):
             check_positions(config.data.max_len, model_config, f"--{flag} {name}")

@@ -99,9 +99,7 @@ class ChatRenderer:
         return checked_text(text)
 
 
-def render(
-    tokenizer: Any, messages: list[Message], tools: list | None, *, add_generation_prompt: bool = False
-) -> str:
+def render(tokenizer: Any, messages: list[Message], tools: list | None, *, add_generation_prompt: bool = False) -> str:
     """The conversation in the tokenizer's chat template."""
     check_tool_calls(tokenizer, messages)
     options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
@@ -120,7 +118,7 @@ def asking_the_template() -> Iterator[None]:
 
 
 def check_tool_calls(tokenizer: Any, messages: list[Message]) -> None:
-    """A template that does not know them would write the content beside them, which is often null, and nothing else."""
+    """A template that does not know them would write the content beside them, which is often null, and no more."""
     if any(message.get("tool_calls") for message in messages) and "tool_calls" not in str(tokenizer.chat_template):
         raise UserError(
             "has tool calls, which the chat template does not render: give a --tokenizer_chat_template that does"
@@ -133,7 +131,7 @@ def to_tools(cell: Any, tokenizer: Any) -> list[dict[str, Any]] | None:
     if cell in (None, "", []):
         return None
     if TOOLS not in str(tokenizer.chat_template):
-        _warn_once("Rows have tools, which a chat template does not render: give a --tokenizer_chat_template that does")
+        _warn_once("Rows have tools, which a chat template leaves out: give a --tokenizer_chat_template with them")
         return None
     try:
         tools = json.loads(cell) if isinstance(cell, str) else cell

@@ -232,7 +232,6 @@ class LabelledRows:
         self.config, self.shape = config, shape
 
     def __call__(self, at: RowAt) -> Rendered | str:
-        config = self.config
         own = self._sequence(at, at.row)
         label = self._label(at)
         if isinstance(own, str):
@@ -468,8 +467,8 @@ def load_train_rows(config: DatasetConfig, *, seed: int) -> Rows:
 
 
 def load_eval_rows(config: DatasetConfig, *, seed: int) -> Rows | None:
-    """Of --eval_dataset, or of --eval_split of the sources of --dataset that have splits, since the others are trained on
-    whole; None where there is neither."""
+    """Of --eval_dataset, or of --eval_split of the sources of --dataset that have splits, since the others are trained
+    on whole; None where there is neither."""
     options: dict[str, Any] = {"split": config.eval_split, "max_samples": config.max_samples, "seed": seed}
     if config.eval_dataset is not None:
         return load_rows(config.eval_dataset, None, flag="--eval_dataset", **options)

@@ -18,20 +18,28 @@ logger = logging.getLogger(__name__)
 UNSUPPORTED_HEADS = {"final_logit_softcapping": "soft-capped logits", "logit_scale": "scaled logits"}
 
 
-def attention_kernel(wanted: str, dtype: torch.dtype) -> str:
-    """The attention implementation for transformers; auto is flash-attn, which computes in bfloat16 only, where it is
-    installed and there is a GPU."""
-    installed = importlib.util.find_spec("flash_attn") is not None
-    if wanted == "auto":
-        has_flash = installed and torch.cuda.is_available() and dtype == torch.bfloat16
-        return "flash_attention_2" if has_flash else "sdpa"
-    if wanted == "flash_attention_2" and not installed:
-        raise UserError(
-            "--flash_attn: the package flash-attn is not installed: pip install flash-attn, or leave it out"
-        )
-    if wanted == "flash_attention_2" and dtype != torch.bfloat16:
-        raise UserError("--attention flash_attention_2 (--flash_attn) computes in bfloat16 only, and this run in fp32")
-    return wanted
+KERNELS = {"flash_attention_2": "_supports_flash_attn", "sdpa": "_supports_sdpa"}  # by what transformers asks for
+
+
+def attention_kernel(wanted: str, dtype: torch.dtype, model_class: Any = None) -> str:
+    """The attention implementation for transformers. auto is flash-attn where it is installed and can compute, or else
+    sdpa; and what `model_class` has, where that is known.
+
+    Raises UserError for a flash-attn that cannot compute here.
+    """
+    on_gpu, is_bf16 = torch.cuda.is_available(), dtype == torch.bfloat16
+    if wanted == "flash_attention_2" and not (on_gpu and is_bf16):
+        lacks = "computes in bfloat16 only, and this run in fp32" if on_gpu else "needs a GPU"
+        raise UserError(f"--attention flash_attention_2 (--flash_attn) {lacks}")
+    if wanted != "auto":
+        return wanted
+    has_flash = on_gpu and is_bf16 and importlib.util.find_spec("flash_attn") is not None
+    kernels = list(KERNELS) if has_flash else ["sdpa"]
+    usable = [kernel for kernel in kernels if model_class is None or getattr(model_class, KERNELS[kernel])]
+    chosen = usable[0] if usable else "eager"
+    if model_class is not None and chosen != kernels[0]:
+        _warn_once(f"{model_class.__name__} computes attention with {chosen}: transformers has no {kernels[0]} for it")
+    return chosen
 
 
 def load_causal_lm(config: LoadConfig, *, dtype: torch.dtype, flag: str = "--pretrain", **options: Any) -> Any:
@@ -47,7 +55,7 @@ def load_causal_lm(config: LoadConfig, *, dtype: torch.dtype, flag: str = "--pre
         for attribute, meaning in UNSUPPORTED_HEADS.items():
             if getattr(hf_config, attribute, None):
                 raise UserError(f"{flag} {name}: models with {meaning} ({attribute}) are not supported yet")
-        options |= loading_options(hf_config, config, dtype)
+        options |= loading_options(AutoModelForCausalLM, hf_config, config, dtype)
         return load_whole(AutoModelForCausalLM, name, f"{flag} {name}", **options)
 
 
@@ -77,14 +85,6 @@ def load_whole(auto_class: Any, name: str | None, source: str, *, head: str | No
     return model
 
 
-@contextmanager
-def reading(source: str, what: str) -> Iterator[None]:
-    """One line for whatever transformers raises; `source` is the flag and its value."""
-    try:
-        yield
-    except UserError:
-        raise
-    except UnpicklingError as error:
 @functools.cache
 def _warn_once(line: str) -> None:
     """A run may load a checkpoint for several roles."""
@@ -117,6 +117,14 @@ def _table_kept_back() -> Iterator[None]:
         library.setLevel(own_level)
 
 
+@contextmanager
+def reading(source: str, what: str) -> Iterator[None]:
+    """One line for whatever transformers raises; `source` is the flag and its value."""
+    try:
+        yield
+    except UserError:
+        raise
+    except UnpicklingError as error:
         raise UserError(
             f"{source}: cannot load {what}: a .bin file in it holds more than tensors, and code from a checkpoint is "
             "never run; save the weights as safetensors"
@@ -137,12 +145,14 @@ def read_hf_config(name: str | None, config: LoadConfig, **changes: Any) -> Any:
     return hf_config
 
 
-def loading_options(hf_config: Any, config: LoadConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Arguments of `from_pretrained`."""
+def loading_options(auto_class: Any, hf_config: Any, config: LoadConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Arguments of `auto_class.from_pretrained`."""
+    found = auto_class._model_mapping.get(type(hf_config), None)  # None for code that a checkpoint brings
+    model_class = found[0] if isinstance(found, tuple) else found
     return {
         "config": hf_config,
         "dtype": dtype,
-        "attn_implementation": attention_kernel(config.attention, dtype),
+        "attn_implementation": attention_kernel(config.attention, dtype, model_class),
         "trust_remote_code": config.trust_remote_code,
     }
 

@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.config import LoadConfig
+from spmdrl.config.heads import HEAD_NAMES
 from spmdrl.errors import UserError
 from spmdrl.models.loading import load_whole, loading_options, read_hf_config, reading
 from spmdrl.models.packing import Layout, last_action_lengths, padded
 
-# What the heads of transformers, OpenRLHF, and TRL or DeepSpeed-Chat are called in their checkpoints.
-HEAD_NAMES = ("score", "value_head", "v_head")
 HF_HEAD = "score"  # in every AutoModelForSequenceClassification with a causal backbone
 INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -157,7 +156,7 @@ def load_classifier(
     with reading(source, "a causal backbone"):
         head = read_head(name, source, value_head_prefix)
         hf_config = read_hf_config(name, config, num_labels=1)
-        options |= loading_options(hf_config, config, dtype)
+        options |= loading_options(AutoModelForSequenceClassification, hf_config, config, dtype)
         model = load_whole(AutoModelForSequenceClassification, name, source, head=HF_HEAD, **options)
     children = dict(model.named_children())
     if not isinstance(children.get(HF_HEAD), nn.Linear):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.data.batching import plan_micro_batches
-from spmdrl.data.rendering import TEMPLATE_ERRORS, ChatRenderer
+from spmdrl.data.rendering import TEMPLATE_ERRORS, TOOLS, ChatRenderer
 from spmdrl.distributed import comm, preemption
 from spmdrl.errors import UserError
 from spmdrl.experience import pad
@@ -122,8 +122,9 @@ class _TextEncoder:
         query, ending = batch.queries[i], self.ending if batch.endings[i] else ""
         if self.render is None:
             return query + ending
+        tools = batch.columns.get(TOOLS)
         try:
-            prompt = self.render(batch.cells[i])
+            prompt = self.render(batch.cells[i], tools[i] if tools else None)
         except UserError as error:  # a template may refuse system messages, say, which the policy's takes
             raise UserError(f"the prompt of {batch.sample_ids[i]} {error}") from error
         return prompt + query[len(batch.prompts[i]) :] + ending

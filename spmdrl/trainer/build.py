@@ -14,12 +14,13 @@ from torch import Tensor
 from spmdrl.config import BatchSizes, ModelConfig, PPOConfig, RewardConfig
 from spmdrl.config.generate import GenerateConfig
 from spmdrl.config.preflight import model_positions
+from spmdrl.config.supervised import SupervisedConfig
 from spmdrl.distributed import comm
-from spmdrl.distributed.strategy import Strategy
+from spmdrl.distributed.strategy import Strategy, compute_dtype
 from spmdrl.errors import UserError
 from spmdrl.models.actor import Actor
 from spmdrl.models.backbone import Backbone
-from spmdrl.models.loading import checkpoint_weight_names, load_causal_lm
+from spmdrl.models.loading import attention_kernel, checkpoint_weight_names, load_causal_lm
 from spmdrl.models.lora import WithoutLora, add_lora, quantization
 from spmdrl.models.packing import layout_for
 from spmdrl.models.tokenizer import check_same_ids, load_tokenizer
@@ -36,6 +37,16 @@ def seed_everything(seed: int, full_determinism: bool) -> None:
     if full_determinism:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+def device_dtype(config: PPOConfig | SupervisedConfig | GenerateConfig) -> torch.dtype:
+    """The number format of models. Raises UserError where the device cannot do what flags ask of it, to be called
+    before rows are read."""
+    dtype = compute_dtype(config.model.bf16)
+    attention_kernel(config.model.attention, dtype)
+    if not isinstance(config, GenerateConfig):
+        quantization(config.lora, dtype)
+    return dtype
 
 
 def load_backbone(config: PPOConfig, strategy: Strategy) -> Backbone | None:

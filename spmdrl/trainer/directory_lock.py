@@ -11,10 +11,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
+
+from spmdrl.errors import UserError
 
 LOCK = ".lock"
 PATIENCE_S = 10.0  # a process that was killed gives back its memory before its locks
@@ -107,9 +109,11 @@ class DirectoryLock:
             self.say(f"{self.path}: no locks on this file system ({error.strerror}): nothing keeps other runs out")
             return None
         self._descriptor = _Descriptor(number)
-        _write_holder(number)
         found = os.fstat(number)
         _held[found.st_dev, found.st_ino] = self._descriptor
+        if not self.is_held:  # whoever had it removed the file since it was opened
+            return self._try()
+        _write_holder(number)
         return None
 
     def _of_this_process(self) -> _Descriptor | None:
@@ -119,6 +123,30 @@ class DirectoryLock:
         except OSError:
             return None
         return _held.get((found.st_dev, found.st_ino))
+
+
+@contextmanager
+def held(folder: Path, flag: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Keep other runs out of a directory in the block. No file of this is left after it, no directory that was made
+    for it and is empty either. Raises UserError, naming --`flag`, where a run is using it or it cannot be written."""
+    is_new, lock = not folder.exists(), DirectoryLock(folder, say)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        holder = lock.take(wait=True)
+    except OSError as error:
+        raise UserError(f"--{flag} {folder}: cannot write there: {error.strerror or error}") from error
+    if holder is not None:
+        raise UserError(
+            f"--{flag} {folder} is in use by another run ({holder}): wait until that has ended, or give this one a "
+            f"--{flag} of its own"
+        )
+    try:
+        yield
+    finally:
+        lock.release(remove=True)
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()
 
 
 def _write_holder(number: int) -> None:

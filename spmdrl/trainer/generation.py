@@ -10,9 +10,10 @@ from spmdrl.config.generate import GenerateConfig, OutputConfig
 from spmdrl.data.batching import split_evenly
 from spmdrl.data.prompts import PromptDataset, render_prompts
 from spmdrl.data.readers import Row
+from spmdrl.data.rendering import plain_text_note
 from spmdrl.data.sources import Rows, load_rows
 from spmdrl.distributed import comm, guard, preemption
-from spmdrl.distributed.strategy import Strategy, compute_dtype
+from spmdrl.distributed.strategy import Strategy
 from spmdrl.errors import UserError
 from spmdrl.experience import Sample
 from spmdrl.models.loading import checkpoint_eos_token_ids
@@ -22,7 +23,7 @@ from spmdrl.rewards.combined import combine, load_rewards
 from spmdrl.rewards.source import RewardSource
 from spmdrl.rollout.collector import Collector
 from spmdrl.rollout.engine import SamplingOptions
-from spmdrl.trainer.build import build_engine, build_reward_models, seed_everything
+from spmdrl.trainer.build import build_engine, build_reward_models, device_dtype, seed_everything
 from spmdrl.trainer.fingerprints import describe
 from spmdrl.trainer.output_file import OutputFile, Result, Tally, to_json
 from spmdrl.trainer.rewarding import reward_samples, split_ending
@@ -91,7 +92,10 @@ class Generation:
         self.config = config
         self.post_process = POST_PROCESSORS[config.output.post_processor]
         seed_everything(config.seed, full_determinism=False)
+        self.dtype = device_dtype(config)
         self.tokenizer = load_tokenizer(config.model)
+        if note := plain_text_note(config.data, self.tokenizer):
+            comm.say(note)
         self.prompts = self._load_prompts()
         comm.say(self.prompts.describe())
         path = Path(str(config.output.output_path)).expanduser()
@@ -125,15 +129,14 @@ class Generation:
         rewards = load_rewards(config.reward, batch_size=config.sampling.micro_rollout_batch_size)
         for source in rewards.values():
             source.check_columns(list(self.prompts[0].columns))
-        dtype = compute_dtype(config.model.bf16)
         self.collector = Collector(
-            build_engine(config, self.tokenizer, dtype=dtype),
+            build_engine(config, self.tokenizer, dtype=self.dtype),
             SamplingOptions.from_config(config.rollout),
             n_samples_per_prompt=config.sampling.n_samples_per_prompt,
             seed=config.seed,
             stream="generate",
         )
-        strategy = Strategy(config.deepspeed, OptimConfig(), dtype=dtype)
+        strategy = Strategy(config.deepspeed, OptimConfig(), dtype=self.dtype)
         prefix = config.value_head_prefix
         models = build_reward_models(config, strategy, self.tokenizer, value_head_prefix=prefix)
         for name, model in models.items():

@@ -15,12 +15,13 @@ from spmdrl.algos.tensor_ops import token_rewards
 from spmdrl.config import PPOConfig, describe_sizes, save_config, sizes, to_flat_dict
 from spmdrl.data.batching import split_evenly
 from spmdrl.data.prompts import PromptDataset, load_eval_prompts, load_prompts
+from spmdrl.data.rendering import plain_text_note
 from spmdrl.data.sampler import PromptSampler
 from spmdrl.data.texts import load_texts
 from spmdrl.distributed import comm, guard, preemption
 from spmdrl.distributed.average import WeightAverage
 from spmdrl.distributed.engine_state import EngineState
-from spmdrl.distributed.strategy import Strategy, compute_dtype
+from spmdrl.distributed.strategy import Strategy
 from spmdrl.distributed.weight_sync import iter_weights
 from spmdrl.errors import UserError
 from spmdrl.experience import Experience, Sample, collate, scatter
@@ -40,6 +41,7 @@ from spmdrl.trainer.build import (
     build_ref_model,
     build_reward_models,
     critic_checkpoint,
+    device_dtype,
     load_backbone,
     seed_everything,
 )
@@ -69,7 +71,10 @@ class PPOTrainer:
         self.config = config
         self.save_path = Path(config.checkpoint.save_path).expanduser().absolute()  # whatever directory it is later
         seed_everything(config.seed, config.full_determinism)
+        self.dtype = device_dtype(config)
         self.tokenizer = load_tokenizer(config.model)
+        if note := plain_text_note(config.data, self.tokenizer):
+            comm.say(note)
         self.prompts = load_prompts(config.data, self.tokenizer, seed=config.seed)
         self.sampler = PromptSampler(
             len(self.prompts),
@@ -99,7 +104,6 @@ class PPOTrainer:
             total_steps=self.sizes.total_steps,
             resume_step=self.saver.resume_step,
         )
-        self.dtype = compute_dtype(config.model.bf16)
         self.strategy = Strategy(config.deepspeed, config.optim, dtype=self.dtype)
         self.engine = build_engine(config, self.tokenizer, dtype=self.dtype)
         backbone = load_backbone(config, self.strategy)
@@ -510,6 +514,6 @@ def main(config: PPOConfig) -> None:
 
     def program() -> None:
         quiet_libraries(is_main=comm.is_main())
-        fit(lambda: PPOTrainer(config))
+        fit(lambda: PPOTrainer(config), config.checkpoint.save_path)
 
     guard.run(program, config.deepspeed.local_rank, config.stopping)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,9 +10,11 @@ from spmdrl.config import CheckpointConfig
 from spmdrl.config.resume import judges_otherwise
 from spmdrl.distributed import comm, guard
 from spmdrl.distributed.preemption import Preempted
+from spmdrl.errors import UserError
 from spmdrl.trainer.anomalies import AnomalyStop
 from spmdrl.trainer.checkpoint import Checkpoint, Checkpointer, Shards
 from spmdrl.trainer.checkpoint_folder import FINISHED
+from spmdrl.trainer.directory_lock import held
 from spmdrl.trainer.run_state import rng_state, set_rng_state
 
 
@@ -55,14 +57,30 @@ class RunFinished(Exception):
     """Raised on every rank where --load_checkpoint is asked to go on with a run that came to its end."""
 
 
-def fit(build: Callable[[], Trains]) -> None:
-    """Build a trainer and let it train, if there is anything left to do."""
-    try:
-        trainer = build()
-    except RunFinished as finished:
-        comm.say(str(finished))
-    else:
-        trainer.fit()
+def fit(build: Callable[[], Trains], save_path: str) -> None:
+    """Build a trainer and let it train, if there is anything left to do; it is alone in `save_path` meanwhile."""
+    with _alone_in(Path(save_path).expanduser().absolute()):
+        try:
+            trainer = build()
+        except RunFinished as finished:
+            comm.say(str(finished))
+        else:
+            trainer.fit()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Every rank comes and goes at the same time. Raises UserError on all where another run is using the folder."""
+    with ExitStack() as stack:
+        problem = None
+        if comm.is_main():
+            try:
+                stack.enter_context(held(folder, "save_path", comm.say))
+            except UserError as error:
+                problem = str(error)
+        if problem := comm.all_gather_object(problem)[0]:
+            raise UserError(problem)
+        yield
 
 
 class Saver:

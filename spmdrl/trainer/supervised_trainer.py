@@ -12,18 +12,19 @@ import torch
 from spmdrl.config import DeepSpeedConfig, save_config, to_flat_dict
 from spmdrl.config.sizes import warmup_steps
 from spmdrl.config.supervised import SupervisedConfig
+from spmdrl.data.rendering import plain_text_note
 from spmdrl.data.sampler import PromptSampler, SamplerNames
 from spmdrl.data.supervised import SupervisedSet, build_set, load_eval_rows, load_train_rows, make_shape
 from spmdrl.distributed import comm, guard, preemption
 from spmdrl.distributed.engine_state import EngineState
-from spmdrl.distributed.strategy import Strategy, compute_dtype
+from spmdrl.distributed.strategy import Strategy
 from spmdrl.errors import UserError
 from spmdrl.experience import Sample
 from spmdrl.models.loading import checkpoint_eos_token_ids
 from spmdrl.models.tokenizer import load_tokenizer, pad_token_apart_from
 from spmdrl.quiet import quiet_libraries
 from spmdrl.tracking import Tracker
-from spmdrl.trainer.build import seed_everything
+from spmdrl.trainer.build import device_dtype, seed_everything
 from spmdrl.trainer.checkpoint import Shards
 from spmdrl.trainer.export import hf_config_to_save, save_hf
 from spmdrl.trainer.fingerprints import describe
@@ -43,7 +44,10 @@ class SupervisedTrainer:
         optim = config.optim
         self.save_path = Path(config.checkpoint.save_path).expanduser().absolute()  # whatever directory it is later
         seed_everything(config.seed, config.full_determinism)
+        self.dtype = device_dtype(config)
         self.tokenizer = load_tokenizer(config.model)
+        if note := plain_text_note(config.data, self.tokenizer):
+            comm.say(note)
         self.end_ids = checkpoint_eos_token_ids(config.model, self.tokenizer)
         self.train_set, self.eval_set = self._load_sets()
         self.sampler = PromptSampler(
@@ -71,7 +75,6 @@ class SupervisedTrainer:
             resume_step=self.saver.resume_step,
             program=config.program,
         )
-        self.dtype = compute_dtype(config.model.bf16)
         deepspeed = DeepSpeedConfig(**asdict(config.deepspeed), ref_reward_offload=config.offloads_frozen_models)
         self.strategy = Strategy(deepspeed, optim, dtype=self.dtype)
         sets = [rows for rows in (self.train_set, self.eval_set) if rows is not None]
@@ -225,6 +228,6 @@ def main(config: SupervisedConfig, objective: Objective) -> None:
 
     def program() -> None:
         quiet_libraries(is_main=comm.is_main())
-        fit(lambda: SupervisedTrainer(config, objective))
+        fit(lambda: SupervisedTrainer(config, objective), config.checkpoint.save_path)
 
     guard.run(program, config.deepspeed.local_rank, config.stopping)

@@ -5,6 +5,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from spmdrl.config import PromptDataConfig
+from spmdrl.config.generate import PromptColumnsConfig
+from spmdrl.config.supervised import LabelledDataConfig, PairDataConfig, TextDataConfig
+from spmdrl.data.rendering import plain_text_note
 from spmdrl.errors import UserError
 from tests.tiny import BOS, CHAT_TEMPLATE, make_tokenizer, write_jsonl
 
@@ -89,6 +93,41 @@ def test_each_form_of_a_chat_prompt_is_rendered(load_cells, tokenizer):
     assert [prompt.prompt for prompt in prompts] == [HI, RENDERED, RENDERED, HI.replace("hi", "[1, 2] and [3]")]
     for prompt in prompts:
         assert tokenizer.decode(prompt.prompt_ids) == prompt.prompt
+
+
+def test_a_prompt_is_rendered_with_the_tools_of_its_row(load, tmp_path):
+    """They remain a column, for reward functions."""
+    template = "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}" + CHAT_TEMPLATE
+    tokenizer = make_tokenizer(chat_template=template)
+    rows = [{"input": "hi", "tools": tools} for tools in ([{"name": "sum"}], '[{"name": "sum"}]', None)]
+    prompts = load(write_jsonl(tmp_path / "rows.jsonl", rows), tokenizer=tokenizer, apply_chat_template=True)
+    assert [prompt.prompt for prompt in prompts] == [f"[sum]{HI}", f"[sum]{HI}", HI]
+    assert [prompt.columns for prompt in prompts] == [{"tools": row["tools"]} for row in rows]
+    plain = load(write_jsonl(tmp_path / "rows.jsonl", [{"input": "hi", "tools": 5}]), tokenizer=tokenizer)
+    assert plain[0].prompt == "hi"
+
+
+TEXT = "rows are plain text; --pretrain has a chat template, which --apply_chat_template would use"
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (PromptDataConfig(), TEXT),
+        (PairDataConfig(prompt_key="prompt"), TEXT),
+        (TextDataConfig(), TEXT.replace("text;", r"text in 'User: {}\nAssistant: ';")),
+        (LabelledDataConfig(), TEXT.replace("text;", r"text in 'User: {}\nAssistant: ';")),
+        (PromptColumnsConfig(), TEXT),
+        (PromptDataConfig(apply_chat_template=True), None),
+        (PromptDataConfig(input_template="Q: {}"), None),
+        (TextDataConfig(input_template=None), None),
+        (TextDataConfig(pretrain_mode=True), None),
+    ],
+    ids=str,
+)
+def test_a_chat_template_that_nobody_asked_for_is_pointed_at(tokenizer, data, line):
+    assert plain_text_note(data, tokenizer) == line
+    assert plain_text_note(data, make_tokenizer(chat_template=None)) is None
 
 
 def test_plain_text_and_input_template(load_cells):

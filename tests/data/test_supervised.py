@@ -299,7 +299,8 @@ def test_the_template_sees_the_tools_of_a_row_and_calls_are_learned(tmp_path, te
     rows = [{"input": ANSWERED, "tools": tools}, {"input": ASKED, "tools": None}, {"input": ASKED}]
     kept = texts(tmp_path, rows, apply_chat_template=True, multiturn=True, tokenizer=tokenizer, max_len=500)
     (text, learned), *others = all_shown(kept, tokenizer)
-    assert text.startswith(f"{SYSTEM}<|im_start|>user\nHow is Oslo?{EOS}\n<|im_start|>assistant\n{CALLED}\n<|im_start|>t")
+    asked = f"<|im_start|>user\nHow is Oslo?{EOS}\n<|im_start|>assistant\n"
+    assert text.startswith(f"{SYSTEM}{asked}{CALLED}\n<|im_start|>tool\n")
     assert learned == f"{CALLED}Wet{EOS}"
     assert [learned for _, learned in others] == [CALLED] * 2
     assert all(text.startswith("<|im_start|>user") for text, _ in others)
@@ -337,18 +338,18 @@ def test_keys_that_arrow_fills_with_null_are_not_shown_to_the_template(tmp_path)
 
 
 def test_calls_and_tools_that_no_template_renders_are_not_left_out_silently(tmp_path, caplog):
-    with pytest.raises(UserError, match=r"line 1: 'input' \(--input_key\) has tool calls, which the chat template does"):
+    with pytest.raises(UserError, match=r"line 1: 'input' \(--input_key\) has tool calls, which the chat template"):
         texts(tmp_path, [{"input": ASKED}], apply_chat_template=True)
     rendering._warn_once.cache_clear()
     assert len(texts(tmp_path, [{"input": TALK, "tools": [WEATHER]}] * 3, apply_chat_template=True)) == 3
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith("Rows have tools, which a chat template does not render")
+    assert line.startswith("Rows have tools, which a chat template leaves out")
 
 
 @pytest.mark.parametrize("tools", ["weather", 5, ["weather"], {"name": "weather"}, "{}"])
 def test_a_column_of_that_name_that_holds_something_else_is_named(tmp_path, tools):
     tokenizer = make_tokenizer(chat_template=TOOL_TEMPLATE)
-    with pytest.raises(UserError, match=r"'input' \(--input_key\) comes with a column 'tools' that is .*, expected a list"):
+    with pytest.raises(UserError, match=r"\(--input_key\) comes with a column 'tools' that is .*, expected a list"):
         texts(tmp_path, [{"input": ANSWERED, "tools": tools}], apply_chat_template=True, tokenizer=tokenizer)
 
 

@@ -191,6 +191,14 @@ def test_a_model_with_another_chat_template_reads_the_conversation_in_its_own():
     assert texts == [f"[system]Sum.[user]1+1[assistant]2{EOS}", "[system]Sum.[user]1+1[assistant]2 is"]
 
 
+def test_tools_of_a_row_are_in_that_conversation_too():
+    policy, own = make_tokenizer(), make_tokenizer(chat_template="{{ tools[0].name }}" + OTHER_TEMPLATE)
+    encode, _ = make_encoder(policy, own, apply_chat_template=True)
+    batch = batch_of("2", prompt=ChatRenderer(policy)("1+1"), cell="1+1")
+    batch = replace(batch, columns={"tools": [[{"name": "sum"}]]})
+    assert [own.decode(ids) for ids in encode(batch)] == ["sum[user]1+1[assistant]2"]
+
+
 def test_a_chat_template_that_ends_turns_with_a_token_of_its_own_ends_responses_with_it():
     policy = make_tokenizer()
     own = make_tokenizer(

@@ -2,10 +2,13 @@
 
 import errno
 import fcntl
+import json
 import os
+import runpy
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -45,9 +48,6 @@ def test_a_killed_process_blocks_nobody(tmp_path, make):
         assert str(os.getpid()) in (tmp_path / ".lock").read_text()
 
 
-def test_it_is_waited_for_while_a_process_ends(tmp_path, make, said):
-    with held_elsewhere(tmp_path) as holder:
-        threading.Timer(1.0, holder.kill).start()
 def test_it_is_left_once_the_process_that_had_it_has_ended(tmp_path, make, monkeypatch):
     assert not make().is_left()  # nobody has had it
     with held_elsewhere(tmp_path) as holder:
@@ -67,6 +67,9 @@ def no_locks(*args):
     raise OSError(errno.ENOLCK, "No locks available")
 
 
+def test_it_is_waited_for_while_a_process_ends(tmp_path, make, said):
+    with held_elsewhere(tmp_path) as holder:
+        threading.Timer(1.0, holder.kill).start()
         assert make().take(wait=True) is None
     assert said == [f"{tmp_path} is in use (pid {holder.pid} on {socket.gethostname()}): waiting up to 10 s for it"]
 
@@ -127,6 +130,28 @@ def test_it_is_taken_again_where_the_directory_was_removed(tmp_path, make):
         assert lock.take(wait=False) is not None
 
 
+def test_a_file_that_is_removed_while_it_is_opened_is_not_taken_for_the_lock(tmp_path, make, monkeypatch):
+    """By a run that has ended: the next one would lock a new file."""
+    really_open, opened = os.open, []
+
+    def slowly(path, *args):
+        opened.append(number := really_open(path, *args))
+        if len(opened) == 1:
+            os.unlink(path)
+        return number
+
+    monkeypatch.setattr(os, "open", slowly)
+    lock = make()
+    assert lock.take(wait=False) is None
+    monkeypatch.undo()
+    assert len(opened) == 2
+    assert lock.is_held
+    assert not is_free_for_others(tmp_path)
+    lock.release(remove=True)
+    assert not lock.is_held
+    assert not (tmp_path / ".lock").exists()
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_without_locks_on_the_file_system_it_counts_as_held_and_is_said_once(make, said, monkeypatch, number):
     def refuse(*args):
@@ -150,3 +175,19 @@ def test_a_full_disk_does_not_keep_it_from_being_held(tmp_path, make, monkeypatc
     lock = make()
     assert lock.take(wait=False) is None
     assert not is_free_for_others(tmp_path)
+
+
+def test_a_merge_does_not_write_where_a_run_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(directory_lock, "PATIENCE_S", 0.0)
+    monkeypatch.setattr("spmdrl.quiet.quiet_libraries", lambda **options: None)
+    for name, content in (("base/config.json", {}), ("adapter/adapter_config.json", {})):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(json.dumps(content))
+    names = {"lora_path": "adapter", "model_path": "base", "output_path": "out"}
+    words = [word for flag, name in names.items() for word in (f"--{flag}", str(tmp_path / name))]
+    monkeypatch.setattr(sys, "argv", ["merge_lora.py", *words])
+    with held_elsewhere(tmp_path / "out"), pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(ROOT / "cli" / "merge_lora.py"), run_name="__main__")
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: --output_path {tmp_path}/out is in use by another run (pid ")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]

@@ -416,6 +416,7 @@ def test_plain_transformers_loads_the_final_checkpoint(tmp_path, one_rank, arch,
         FakeEngine(canned(*FOUR)),
         **inputs,
         zero_stage=zero_stage,
+        apply_chat_template=True,
         tokenizer_chat_template=template,
         actor_learning_rate=1e-2,
     )

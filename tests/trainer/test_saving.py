@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import socket
 
 import pytest
 
@@ -12,7 +13,7 @@ from spmdrl.errors import UserError
 from spmdrl.trainer import directory_lock
 from spmdrl.trainer.anomalies import AnomalyStop
 from spmdrl.trainer.saving import RunFinished, Saver, fit
-from tests.trainer.lock_holder import held_elsewhere
+from tests.trainer.lock_holder import held_elsewhere, is_free_for_others
 from tests.trainer.test_checkpoint import Numbers
 
 
@@ -95,7 +96,8 @@ def test_a_finished_run_is_not_trained_again(tmp_path, model, capsys):
     """Without a single checkpoint; the line says where its model is."""
     finished(tmp_path, model)
     made = []
-    fit(lambda: made.append(make_saver(tmp_path / "ckpt", load_checkpoint=True)))
+    fit(lambda: made.append(make_saver(tmp_path / "ckpt", load_checkpoint=True)), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
     assert not made
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith(
@@ -110,7 +112,7 @@ def test_where_something_is_left_to_do_it_is_done(tmp_path):
         def fit(self):
             trained.append(self)
 
-    fit(Trainer)
+    fit(Trainer, str(tmp_path))
     assert len(trained) == 1
 
 
@@ -191,6 +193,35 @@ def test_a_run_that_saves_or_resumes_has_its_directory_to_itself(tmp_path, monke
     monkeypatch.setattr(directory_lock, "PATIENCE_S", 0.0)
     with held_elsewhere(tmp_path), pytest.raises(UserError, match=f"--ckpt_path {tmp_path} is in use by another run"):
         make_saver(tmp_path, **flags)
+
+
+def test_a_run_has_the_directory_of_its_output_to_itself_and_leaves_nothing_of_that(tmp_path, monkeypatch):
+    """Also where it comes to no end."""
+    monkeypatch.setattr(directory_lock, "PATIENCE_S", 0.0)
+
+    class Trainer:
+        def fit(self):
+            assert not is_free_for_others(tmp_path)
+            (tmp_path / "config.json").write_text("{}")
+
+    with held_elsewhere(tmp_path) as holder, pytest.raises(UserError) as error:
+        fit(Trainer, str(tmp_path))
+    assert str(error.value) == (
+        f"--save_path {tmp_path} is in use by another run (pid {holder.pid} on {socket.gethostname()}): "
+        "wait until that has ended, or give this one a --save_path of its own"
+    )
+    assert not (tmp_path / "config.json").exists()
+    fit(Trainer, str(tmp_path))
+    for place in (tmp_path, tmp_path / "new"):
+        with pytest.raises(ZeroDivisionError):
+            fit(lambda: 1 / 0, str(place))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=f"^--save_path {tmp_path}/file/out: cannot write there: Not a directory$"):
+        fit(lambda: pytest.fail("built"), str(tmp_path / "file" / "out"))
 
 
 @pytest.mark.parametrize("stop", [Preempted("SIGTERM", "here"), AnomalyStop("a spike")], ids=str)

@@ -451,6 +451,7 @@ def test_a_second_model_with_other_ids_for_the_same_tokens_is_refused(tmp_path, 
 
 def test_the_reference_model_is_packed_as_the_policy_is(tmp_path, one_rank, inputs, monkeypatch):
     """--load_in_4bit: else the two would not begin as the same function. Packing itself needs a GPU."""
+    from spmdrl.trainer import build as roles
     from spmdrl.trainer import dpo, objectives
 
     asked = []
@@ -462,6 +463,7 @@ def test_the_reference_model_is_packed_as_the_policy_is(tmp_path, one_rank, inpu
 
     for module in (dpo, objectives):
         monkeypatch.setattr(module, "load_causal_lm", recorded)
+    for module in (dpo, objectives, roles):
         monkeypatch.setattr(module, "quantization", lambda config, dtype: {"quantization_config": config.load_in_4bit})
     build("dpo", tmp_path, **inputs, lora_rank=2, load_in_4bit=True)
     assert asked == [True, True]
