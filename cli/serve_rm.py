@@ -8,8 +8,10 @@ from spmdrl.errors import UserError
 
 if __name__ == "__main__":
     config = parse_config(ServeRMConfig)
+    from spmdrl.quiet import quiet_libraries
     from spmdrl.rewards.server import serve
 
+    quiet_libraries(is_main=True)
     try:
         serve(config)
     except UserError as error:

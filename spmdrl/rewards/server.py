@@ -28,7 +28,6 @@ from spmdrl.distributed.strategy import compute_dtype
 from spmdrl.errors import UserError, first_line
 from spmdrl.models.tokenizer import encode_texts, load_tokenizer
 from spmdrl.models.value_head import load_reward_model
-from spmdrl.quiet import quiet_libraries
 from spmdrl.rewards.model import score_sequences
 from spmdrl.rewards.remote import TOKEN_VARIABLE, bearer_token
 
@@ -205,7 +204,6 @@ def load_app(config: ServeRMConfig) -> Starlette:
 def serve(config: ServeRMConfig) -> None:
     """Load the model and answer requests until SIGINT or SIGTERM; those that come before it is there wait. Raises
     UserError."""
-    quiet_libraries(is_main=True)
     listener = listen(config.host, config.port)
     app = load_app(config)
     host, port = listener.getsockname()[:2]
