@@ -186,6 +186,14 @@ def test_bad_probabilities_are_refused(probs, message):
         parse_probs(probs, 2, flag="--prompt_data")
 
 
+def test_one_source_has_no_probability(tmp_path):
+    """0.5 of it is not what would be read."""
+    one = write_jsonl(tmp_path / "rows.jsonl", numbered("x", 2))
+    assert inputs_of(one, "1") == ["x0", "x1"]
+    with pytest.raises(UserError, match="^--prompt_data_probs '0.5': every row comes from the one source of"):
+        rows_of(one, "0.5")
+
+
 def test_path_with_a_comma_or_an_at_sign_is_one_file(tmp_path):
     for name in ("a,b.jsonl", "a@b.jsonl"):
         assert inputs_of(write_jsonl(tmp_path / name, numbered("x", 1))) == ["x0"]
