@@ -226,6 +226,7 @@ def main() -> None:
         for side, train in (("spmdrl", ours), ("trl", trl)):
             if args.only in (None, side):
                 result[side] = train(args, folder)
+                print(f"{side}: {result[side]}, now judged", file=sys.stderr, flush=True)
                 result[side] |= judged(args.program, folder / side, args.model, folder)
     if args.only is None:
         result["trl_over_spmdrl"] = round(result["trl"]["train_s"] / result["spmdrl"]["train_s"], 2)
