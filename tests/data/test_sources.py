@@ -190,7 +190,7 @@ def test_one_source_has_no_probability(tmp_path):
     """0.5 of it is not what would be read."""
     one = write_jsonl(tmp_path / "rows.jsonl", numbered("x", 2))
     assert inputs_of(one, "1") == ["x0", "x1"]
-    with pytest.raises(UserError, match="^--prompt_data_probs '0.5': every row comes from the one source of"):
+    with pytest.raises(UserError, match=r"'0[.]5': every row comes from the one source"):
         rows_of(one, "0.5")
 
 
