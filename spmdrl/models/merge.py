@@ -54,7 +54,7 @@ def merge_lora(config: MergeLoraConfig) -> str:
 def _read_adapter_config(folder: Path, config: MergeLoraConfig) -> dict[str, Any]:
     try:
         content = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise UserError(f"--lora_path {folder}: its adapter_config.json is not a JSON object")
