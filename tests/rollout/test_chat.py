@@ -1,6 +1,7 @@
 """A conversation: what the model is asked, what it remembers, and the ways to stop it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -183,7 +184,8 @@ def test_a_damaged_adapter_is_one_line(model, tmp_path):
 def start(model, *flags):
     command = [sys.executable, str(ROOT / "cli" / "chat.py"), "--pretrain", str(model), *flags]
     pipe = subprocess.PIPE
-    text = {"text": True, "errors": "surrogateescape", "bufsize": 1}
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as where the language of the system is not C
+    text = {"text": True, "errors": "surrogateescape", "bufsize": 1, "env": strict}
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, **text)
 
 

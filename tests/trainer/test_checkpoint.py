@@ -336,7 +336,8 @@ def test_without_the_directory_a_run_saves_beside_the_one_that_has_it(tmp_path):
         assert folder == tmp_path / f"step_000005-{other.run[:8]}"
         assert str(holder.pid) in other.holder
         other.save("step_000006", {"numbers": Numbers()}, {"step": 6}, {})
-        assert not is_free_for_others(next(tmp_path.glob(".saving_beside-*")))
+        (writing,) = tmp_path.glob(".saving_beside-*")
+        assert (writing / ".lock").is_file() and not is_free_for_others(writing)
         checkpoint_folder.clear_away(tmp_path)
         assert other.finish().is_dir()
     assert not list(tmp_path.glob("step_*/.lock"))
