@@ -15,8 +15,8 @@ from spmdrl.algos.tensor_ops import masked_mean, masked_sum, select
 
 
 def sequence_log_probs(log_probs: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, A) -> sums (B,) and per-token means (B,) of the response's log-probs, rounded once: the padding that a row is
-    summed with does not count."""
+    """(B, A) -> sums (B,) and per-token means (B,) of the response's log-probs, rounded once: the padding that a row
+    is summed with does not count."""
     exact = log_probs.double()
     return masked_sum(exact, mask, dim=1).to(log_probs.dtype), masked_mean(exact, mask, dim=1).to(log_probs.dtype)
 

@@ -103,7 +103,7 @@ def base_of_adapter(name: str) -> str | None:
         raise UserError(f"--pretrain {name}: adapter_config.json in it names no base_model_name_or_path") from None
     if kind == "SEQ_CLS":
         raise UserError(
-            f"--pretrain {name} is the adapter of a reward model or critic, which scores texts and writes none: give a "
-            "causal LM, or the adapter of one"
+            f"--pretrain {name} is the adapter of a reward model or critic, which scores texts and writes none: give "
+            "a causal LM, or the adapter of one"
         )
     return base

@@ -198,8 +198,8 @@ def check_rewards(config: Any) -> None:
         secret = "a name or password" if parts.username or parts.password else _secret_parameter(parts.query)
         if secret:
             raise UserError(
-                f"--remote_rm_url of {parts.hostname} has {secret} in it, which logs would show; put a bearer token in "
-                f"the environment variable SPMDRL_RM_TOKEN"
+                f"--remote_rm_url of {parts.hostname} has {secret} in it, which logs would show; put a bearer token "
+                f"into the environment variable SPMDRL_RM_TOKEN"
             )
     if reward.servers and len(reward.servers) != len((reward.remote_rm_url or "").split(",")):
         raise UserError(

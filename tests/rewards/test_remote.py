@@ -477,7 +477,7 @@ def test_a_secret_in_the_address_is_refused_without_showing_it(url):
 
 @pytest.mark.parametrize("url", ["http://me:s3cret@host:99999/x", "ftp://me:s3cret@host/x", "http://me:s3/cret@h/x"])
 def test_a_secret_in_what_is_no_address_is_not_shown_either(url):
-    with pytest.raises(UserError, match=r"^--remote_rm_url \w+://\*\*\*@h.*: a reward server is http://host:port/path"):
+    with pytest.raises(UserError, match=r"^--remote_rm_url \w+://\*\*\*@h.*: a reward server is http://host:port/"):
         read_config(PPOConfig, ["--remote_rm_url", url])
 
 
