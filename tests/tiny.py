@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 Pad = Literal["eos", "own"] | None
 Bos = Literal["template", "tokenizer", "both", "unused"] | None
-Arch = Literal["qwen2", "llama", "gpt2"]
+Arch = Literal["qwen2", "llama", "gpt2", "mixtral", "glm4_moe"]
 
 
 def make_tokenizer(
@@ -103,7 +103,7 @@ def make_model(
 
 
 def _model_config(arch, *, tie, sizes, initializer_range, pad_token_id, bos_token_id):
-    from transformers import GPT2Config, LlamaConfig, Qwen2Config
+    from transformers import Glm4MoeConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
     num_layers, hidden_size, num_heads, num_kv_heads, max_positions = sizes
     common = {
@@ -119,7 +119,16 @@ def _model_config(arch, *, tie, sizes, initializer_range, pad_token_id, bos_toke
         return GPT2Config(
             n_positions=max_positions, n_embd=hidden_size, n_layer=num_layers, n_head=num_heads, **no_dropout, **common
         )
-    return {"qwen2": Qwen2Config, "llama": LlamaConfig}[arch](
+    classes = {"qwen2": Qwen2Config, "llama": LlamaConfig, "mixtral": MixtralConfig, "glm4_moe": Glm4MoeConfig}
+    experts = {
+        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+        "glm4_moe": {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+            **{"head_dim": hidden_size // num_heads, "n_group": 1, "topk_group": 1},
+        },
+    }
+    return classes[arch](
+        **experts.get(arch, {}),
         hidden_size=hidden_size,
         intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers,

@@ -37,14 +37,14 @@ def saved_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One tensor to send: a parameter, or what becomes of it with the LoRA matrices of `layer` around it."""
+    """One tensor to send: a parameter or buffer, or what becomes of it with the LoRA matrices of `layer` around it."""
 
     name: str
-    param: nn.Parameter
+    param: Tensor
     layer: Any = None
 
     @property
-    def params(self) -> list[nn.Parameter]:
+    def params(self) -> list[Tensor]:
         if self.layer is None:
             return [self.param]
         matrices = [
@@ -68,18 +68,25 @@ class _Piece:
 
 def _weights(model: nn.Module) -> Iterator[_Piece]:
     """The weights of a checkpoint: without peft's own parameters, and without its part of the names of frozen ones."""
-    if not hasattr(model, "peft_config"):
-        yield from (_Piece(name, param) for name, param in model.named_parameters())
-        return
-    for name, param in model.named_parameters():
+    for name, tensor in named_tensors(model):
         owner, wrapped, leaf = name.partition(".base_layer.")
         if wrapped:
-            yield _Piece(f"{owner}.{leaf}", param, model.get_submodule(owner) if leaf == "weight" else None)
+            yield _Piece(f"{owner}.{leaf}", tensor, model.get_submodule(owner) if leaf == "weight" else None)
         elif ".lora_" not in name:
-            yield _Piece(name, param)
+            yield _Piece(name, tensor)
 
 
-def _unpacked(param: nn.Parameter) -> Tensor:
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds of a model: parameters, tied ones once, and then the buffers that are saved, such as the
+    biases by which experts are chosen."""
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
+
+
+def _unpacked(param: Tensor) -> Tensor:
     """The weight behind a parameter that bitsandbytes packed, or the parameter itself."""
     if not hasattr(param, "quant_state"):
         return param.detach()
@@ -119,12 +126,13 @@ def _buckets(pieces: Iterable[_Piece], max_bytes: int) -> Iterator[list[_Piece]]
         yield bucket
 
 
-def _gathered(params: list[nn.Parameter]) -> Any:
-    if not any(hasattr(p, "ds_id") for p in params):
+def _gathered(params: list[Tensor]) -> Any:
+    sharded = [p for p in params if hasattr(p, "ds_id")]
+    if not sharded:
         return nullcontext()
     import deepspeed
 
-    return deepspeed.zero.GatheredParameters(params)
+    return deepspeed.zero.GatheredParameters(sharded)
 
 
 def check_names(sent: set[str], expected: set[str]) -> None:
@@ -141,11 +149,11 @@ def _some(names: list[str]) -> str:
 
 @torch.no_grad()
 def copy_into(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Overwrite the parameters of a plain module with `weights`; the names must be exactly its own."""
-    params = dict(model.named_parameters())
+    """Overwrite the weights of a plain module with `weights`; the names must be exactly its own."""
+    own = dict(named_tensors(model))
     sent = set()
     for name, tensor in weights:
         sent.add(name)
-        if name in params:
-            params[name].copy_(tensor)
-    check_names(sent, set(params))
+        if name in own:
+            own[name].copy_(tensor)
+    check_names(sent, set(own))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmdrl.errors import UserError
 from spmdrl.models.packing import Layout, last_action_lengths, padded
 
 # Most logits that exist at a time. A host's allocator returns larger blocks to the system and faults them in again;
@@ -135,7 +136,8 @@ class LogProbHead(nn.Module):
 
     def __init__(self, head: nn.Module):
         super().__init__()
-        assert isinstance(head, nn.Linear), f"the LM head is a {type(head).__name__}, not a Linear layer"
+        if not isinstance(head, nn.Linear):
+            raise UserError(f"models whose LM head is a {type(head).__name__} and no linear layer are not supported")
         self.weight, self.bias = head.weight, head.bias
         self.in_features, self.out_features = head.in_features, head.out_features
 

@@ -3,14 +3,16 @@
 import functools
 import importlib.util
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spmdrl.config import LoadConfig
+from spmdrl.distributed.weight_sync import named_tensors
 from spmdrl.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -82,6 +84,10 @@ def load_whole(auto_class: Any, name: str | None, source: str, *, head: str | No
             f"{source}: weights that its config.json has no place for are left out: {', '.join(left[:3])}, "
             f"{len(left)} in all"
         )
+    # torch gives no gradient to the row of the padding token, which may be the EOS between turns. Here padding needs no
+    # embedding of its own: nothing that is learned sees it.
+    if isinstance(embeddings := model.get_input_embeddings(), torch.nn.Embedding):
+        embeddings.padding_idx = None
     return model
 
 
@@ -157,14 +163,41 @@ def loading_options(auto_class: Any, hf_config: Any, config: LoadConfig, dtype: 
     }
 
 
-def checkpoint_weight_names(config: LoadConfig) -> list[str]:
-    """Names of the weights of `--pretrain`, tied ones once, without loading any."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+class CheckpointWeights:
+    """The weights of `--pretrain` by name, tied ones once, without loading any.
 
-    with reading(f"--pretrain {config.pretrain}", "a causal LM"), torch.device("meta"):
-        hf_config = AutoConfig.from_pretrained(config.pretrain, trust_remote_code=config.trust_remote_code)
-        model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
-    return [name for name, _ in model.named_parameters()]
+    In its files they may have other names, or be in pieces: the experts of a layer are one tensor in memory.
+    """
+
+    def __init__(self, config: LoadConfig):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        with reading(f"--pretrain {config.pretrain}", "a causal LM"), torch.device("meta"):
+            hf_config = AutoConfig.from_pretrained(config.pretrain, trust_remote_code=config.trust_remote_code)
+            self._model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.trust_remote_code)
+            weights = {name: weight.detach() for name, weight in named_tensors(self._model)}
+            self.names = list(weights)
+            in_files = _shapes(self._reverted(weights))
+            self._are_same = in_files == _shapes(weights)
+            one_by_one = [piece for weight in ([] if self._are_same else weights.items()) for piece in self.in_files(*weight)]
+        if not self._are_same and _shapes(dict(one_by_one)) != in_files:
+            raise UserError(
+                f"--engine vllm: files of {config.pretrain} join weights that are apart in memory, and vLLM takes them as "
+                "in files: take --engine hf"
+            )
+
+    def in_files(self, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """What a weight is in a checkpoint's files."""
+        return ((name, weight),) if self._are_same else self._reverted({name: weight}).items()
+
+    def _reverted(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self._model, dict(weights))
+
+
+def _shapes(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def eos_token_ids(model: Any, tokenizer: Any) -> list[int]:
@@ -178,8 +211,9 @@ def checkpoint_eos_token_ids(config: LoadConfig, tokenizer: Any) -> list[int]:
 
     try:
         generation = GenerationConfig.from_pretrained(config.pretrain)
-    except OSError:  # it has none
-        generation = GenerationConfig()
+    except OSError:  # it has none: a model's is then made of its config
+        hf_config = read_hf_config(config.pretrain, config)
+        generation = GenerationConfig.from_model_config(hf_config)
     return _end_ids(generation, tokenizer)
 
 

@@ -13,6 +13,7 @@ from spmdrl.config import RolloutConfig
 from spmdrl.distributed import comm, preemption, whereabouts
 from spmdrl.distributed.weight_sync import check_names
 from spmdrl.errors import UserError, first_line
+from spmdrl.models.loading import CheckpointWeights
 from spmdrl.rollout.engine import Completion, Request, SamplingOptions
 
 CPU_KV_CACHE_GB = 4
@@ -37,10 +38,10 @@ class VLLMEngine:
         dtype: torch.dtype,
         max_len: int,
         max_samples: int,
-        weight_names: Iterable[str],
+        weights: CheckpointWeights,
         trust_remote_code: bool = False,
     ):
-        self.expected = set(weight_names)
+        self.weights, self.expected = weights, set(weights.names)
         self.tp = config.vllm_tensor_parallel_size
         self.group = comm.subgroup(self.tp) if self.tp > 1 else None
         self.can_sleep = config.vllm_enable_sleep and torch.cuda.is_available()
@@ -118,11 +119,12 @@ class VLLMEngine:
             raise RuntimeError(f"weight sync: vLLM's own weights were not loaded: {sorted(not_loaded[0])[:8]}")
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]], sent: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Record names; an unknown one never reaches vLLM, which would stop there without naming what is missing."""
+        """Weights as in files, which is how vLLM knows them. Records their own names; an unknown one never reaches vLLM,
+        which would stop there without naming what is missing."""
         for name, tensor in weights:
             sent.add(name)
             if name in self.expected:
-                yield name, tensor
+                yield from self.weights.in_files(name, tensor)
 
     def reset_prefix_cache(self) -> bool:
         return self.llm.reset_prefix_cache()
@@ -162,11 +164,22 @@ def _reload(worker: Any, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
     model = worker.get_model()
     wanted = {name for name, _ in model.named_parameters()}
     with set_current_vllm_config(worker.vllm_config):
+        _forget_packed_experts(model)
         initialize_layerwise_reload(model)
         loaded = model.load_weights(weights)
         finalize_layerwise_reload(model, worker.vllm_config.model_config)
     _repack_tied(model)
     return set() if loaded is None else wanted - loaded
+
+
+def _forget_packed_experts(model: Any) -> None:
+    """The CPU build packs experts when it makes their kernel, and not in a reload, after which the kernel would read
+    plain weights as packed ones. Without one it makes another."""
+    if torch.cuda.is_available():
+        return  # where graphs hold on to kernels, which read weights as they are
+    for layer in model.modules():
+        if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+            layer.quant_method.moe_kernel = None
 
 
 def _repack_tied(model: Any) -> None:

@@ -17,10 +17,10 @@ from spmdrl.config.preflight import model_positions
 from spmdrl.config.supervised import SupervisedConfig
 from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import Strategy, compute_dtype
-from spmdrl.errors import UserError
+from spmdrl.errors import UserError, first_line
 from spmdrl.models.actor import Actor
 from spmdrl.models.backbone import Backbone
-from spmdrl.models.loading import attention_kernel, checkpoint_weight_names, load_causal_lm
+from spmdrl.models.loading import CheckpointWeights, attention_kernel, load_causal_lm
 from spmdrl.models.lora import WithoutLora, add_lora, quantization
 from spmdrl.models.packing import layout_for
 from spmdrl.models.tokenizer import check_same_ids, load_tokenizer
@@ -222,7 +222,10 @@ def _share_critic(config: PPOConfig, backbone: Backbone, start: Given) -> ValueM
 def enable_checkpointing(model: Any, config: ModelConfig) -> None:
     if config.gradient_checkpointing:
         options = {"use_reentrant": config.gradient_checkpointing_use_reentrant}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        try:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        except ValueError as error:  # of an architecture that does not know how
+            raise UserError(f"--gradient_checkpointing: {first_line(error)} Drop it") from error
         if config.gradient_checkpointing_use_reentrant:
             model.enable_input_require_grads()  # else nothing behind frozen embeddings has a gradient
 
@@ -249,7 +252,7 @@ def build_engine(config: PPOConfig | GenerateConfig, tokenizer: Any, *, dtype: t
         dtype=dtype,
         max_len=config.max_total_len,
         max_samples=share * rollout.n_samples_per_prompt,
-        weight_names=checkpoint_weight_names(model),
+        weights=CheckpointWeights(model),
         trust_remote_code=model.trust_remote_code,
     )
     if comm.device().type == "cuda" and isinstance(config, PPOConfig) and not rollout.vllm_enable_sleep:

@@ -7,7 +7,7 @@ from torch import nn
 from spmdrl.config import ModelConfig
 from spmdrl.distributed.weight_sync import _buckets, _Piece, check_names, copy_into, iter_weights
 from spmdrl.models.actor import Actor
-from spmdrl.models.loading import checkpoint_weight_names
+from spmdrl.models.loading import CheckpointWeights
 from tests.ranks import run_ranks
 from tests.tiny import make_model
 
@@ -26,7 +26,7 @@ def test_names_are_those_of_a_checkpoint_and_tied_weights_are_sent_once(tmp_path
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     assert ("lm_head.weight" in expected) == (not tie)
     sent = list(iter_weights(Actor(model), bucket_mb=1))
-    assert [name for name, _ in sent] == list(expected) == checkpoint_weight_names(ModelConfig(pretrain=path))
+    assert [name for name, _ in sent] == list(expected) == CheckpointWeights(ModelConfig(pretrain=path)).names
     assert all(torch.equal(tensor, expected[name]) for name, tensor in sent)
 
 
@@ -97,3 +97,26 @@ def test_every_zero_stage_sends_the_whole_weights_on_every_rank(tmp_path):
             expected = dict(load(paths[name]).named_parameters())
             assert list(weights) == list(expected), f"{name}, ZeRO-{stage}"
             assert all(torch.equal(weights[n], expected[n]) for n in expected), f"{name}, ZeRO-{stage}"
+
+
+def test_experts_are_named_as_in_files_for_those_who_read_them_so(tmp_path):
+    """What transformers itself saves, piece by piece; and the buffers that choose among them are sent too."""
+    from safetensors.torch import load_file
+
+    path = make_model(tmp_path / "model", "glm4_moe")
+    weights = CheckpointWeights(ModelConfig(pretrain=path))
+    sent = list(iter_weights(Actor(load(path)), bucket_mb=1))
+    assert [name for name, _ in sent] == weights.names
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in weights.names
+    in_files = dict(piece for name, tensor in sent for piece in weights.in_files(name, tensor))
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert in_files.keys() == saved.keys()
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in saved
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in in_files.items())
+
+
+def test_weights_that_files_have_under_the_same_names_stay_what_they_are(tmp_path):
+    weights = CheckpointWeights(ModelConfig(pretrain=make_model(tmp_path / "model")))
+    tensor = torch.zeros(2)
+    ((name, same),) = weights.in_files("model.norm.weight", tensor)
+    assert name == "model.norm.weight" and same is tensor

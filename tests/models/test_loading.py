@@ -1,6 +1,8 @@
-"""What is said about a checkpoint whose weights are not those of its config.json: a line of ours, no table."""
+"""Checkpoints: what is said where weights are not those of config.json, a line of ours and no table; what is read beside
+weights."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,11 @@ from transformers.utils import logging as hf_logging
 
 from spmdrl.config import ModelConfig
 from spmdrl.errors import UserError
-from spmdrl.models.loading import load_causal_lm
+from spmdrl.models.actor import LogProbHead
+from spmdrl.models.loading import checkpoint_eos_token_ids, eos_token_ids, load_causal_lm
 from spmdrl.models.value_head import load_reward_model
 from tests.rewards.reward_models import edit_config
-from tests.tiny import make_model
+from tests.tiny import make_model, make_tokenizer
 
 
 @pytest.fixture(params=["warning", "error"])
@@ -90,3 +93,28 @@ def test_a_table_that_an_error_refers_to_is_shown(model, verbosity, monkeypatch,
         load_policy(model)
     assert [message.splitlines()[-1] for message in said_by_us(caplog)] == ["experts | CONVERSION | sizes differ"]
     assert library.filters == [] and library.level == logging.NOTSET
+
+
+@pytest.mark.parametrize("load", [load_policy, load_scorer])
+def test_the_embedding_of_the_padding_token_is_trained_where_it_is_a_token_of_the_text(tmp_path, load):
+    """The EOS between two turns, say, by which many models pad: torch leaves a padding_idx without gradient."""
+    path = make_model(tmp_path / "model", pad="eos")
+    if load is load_scorer:
+        change(path, score__weight=torch.ones(1, 64))
+    embeddings = load(path).model.get_input_embeddings()
+    embeddings(torch.tensor([5, 2])).sum().backward()
+    assert embeddings.weight.grad[2].tolist() == embeddings.weight.grad[5].tolist() == [1.0] * 64
+
+
+def test_eos_ids_without_a_generation_config_are_those_of_the_config(model):
+    """As of the model itself, which transformers and vLLM make one for."""
+    edit_config(model, eos_token_id=[7, 9])
+    (Path(model) / "generation_config.json").unlink()
+    tokenizer = make_tokenizer()
+    found = checkpoint_eos_token_ids(ModelConfig(pretrain=model), tokenizer)
+    assert found == eos_token_ids(load_policy(model), tokenizer) == [2, 7, 9]
+
+
+def test_a_head_that_is_no_linear_layer_is_refused():
+    with pytest.raises(UserError, match="models whose LM head is a Sequential and no linear layer are not supported"):
+        LogProbHead(torch.nn.Sequential())

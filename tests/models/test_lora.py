@@ -16,7 +16,7 @@ from spmdrl.config.merge import MergeLoraConfig
 from spmdrl.distributed.weight_sync import iter_weights
 from spmdrl.errors import UserError
 from spmdrl.models.actor import Actor
-from spmdrl.models.loading import checkpoint_weight_names, load_causal_lm
+from spmdrl.models.loading import CheckpointWeights, load_causal_lm
 from spmdrl.models.lora import WithoutLora, add_lora, quantization
 from spmdrl.models.merge import merge_lora
 from spmdrl.models.tokenizer import load_tokenizer
@@ -56,7 +56,7 @@ def test_the_engine_gets_merged_weights_under_the_names_of_the_checkpoint(tmp_pa
     base = {name: p.clone() for name, p in model.named_parameters()}
     for _ in range(50):
         sent = dict(iter_weights(Actor(model), bucket_mb=1))
-    assert list(sent) == checkpoint_weight_names(ModelConfig(pretrain=path))
+    assert list(sent) == CheckpointWeights(ModelConfig(pretrain=path)).names
     assert all(torch.equal(p, base[name]) for name, p in model.named_parameters())
     before = plain(SEQUENCES).logits
     plain.load_state_dict(sent, strict=not tie)

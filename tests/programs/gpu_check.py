@@ -17,7 +17,7 @@ from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import Strategy
 from spmdrl.distributed.weight_sync import iter_weights
 from spmdrl.models.actor import Actor
-from spmdrl.models.loading import checkpoint_weight_names, load_causal_lm
+from spmdrl.models.loading import CheckpointWeights, load_causal_lm
 from spmdrl.models.packing import packed, padded
 from spmdrl.trainer.policy_update import PolicyUpdate
 from spmdrl.trainer.scoring import log_probs_of, score_samples
@@ -114,8 +114,8 @@ def make_engine(path, **options):
     from spmdrl.rollout.vllm_engine import VLLMEngine
 
     config = RolloutConfig(vllm_enable_sleep=True, vllm_gpu_memory_utilization=0.4, **options)
-    names = checkpoint_weight_names(ModelConfig(pretrain=path))
-    return VLLMEngine(path, config, dtype=BF16, max_len=128, max_samples=64, weight_names=names)
+    weights = CheckpointWeights(ModelConfig(pretrain=path))
+    return VLLMEngine(path, config, dtype=BF16, max_len=128, max_samples=64, weights=weights)
 
 
 def load_into(engine, weights):
@@ -189,7 +189,7 @@ def four_bits(path):
     assert packed_bits
     actor = strategy.trainable(Actor(model), learning_rate=1e-2, total_steps=10)
     before = {name: w.clone() for name, w in iter_weights(actor, bucket_mb=1)}
-    assert before.keys() == set(checkpoint_weight_names(ModelConfig(pretrain=path)))
+    assert before.keys() == set(CheckpointWeights(ModelConfig(pretrain=path)).names)
     update = PolicyUpdate(strategy, AlgoConfig(), strategy.optim, max_tokens=16, correction="none")
     for _ in range(3):
         update.optimizer_step(actor, steps.fixed_samples(), kl_coef=0.0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spmdrl.distributed import preemption
+from spmdrl.distributed.weight_sync import named_tensors
 from spmdrl.experience import collate, make_sample
 from spmdrl.models.actor import Actor
 from spmdrl.rollout.engine import Completion, Request, SamplingOptions
@@ -62,8 +63,8 @@ def perturbed(model: Any, scale: float = 0.05) -> dict[str, torch.Tensor]:
     """Other weights for the same names."""
     generator = torch.Generator().manual_seed(9)
     return {
-        name: p.detach() + scale * torch.randn(p.shape, generator=generator).to(p.dtype)
-        for name, p in model.named_parameters()
+        name: weight.detach() + scale * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+        for name, weight in named_tensors(model)
     }
 
 

@@ -24,7 +24,7 @@ engines = []  # vLLM's state is the process's: engines live as long as it does
 def build(path, dtype=torch.float32, max_len=contract.MAX_LEN, **options):
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     from spmdrl.config import ModelConfig, RolloutConfig
-    from spmdrl.models.loading import checkpoint_weight_names
+    from spmdrl.models.loading import CheckpointWeights
     from spmdrl.rollout.vllm_engine import VLLMEngine
 
     engine = VLLMEngine(
@@ -33,7 +33,7 @@ def build(path, dtype=torch.float32, max_len=contract.MAX_LEN, **options):
         dtype=dtype,
         max_len=max_len,
         max_samples=64,
-        weight_names=checkpoint_weight_names(ModelConfig(pretrain=path)),
+        weights=CheckpointWeights(ModelConfig(pretrain=path)),
     )
     engines.append(engine)
     return engine
@@ -58,6 +58,20 @@ def ask_about_the_prefix_cache(engine, model):
     return {"stale": stale, "fresh": engine.generate(LONG, FREE)}
 
 
+def ask_after_a_load(paths, names):
+    out = {}
+    for name in names:
+        dtype = torch.bfloat16 if "bf16" in name else torch.float32
+        model, engine = load(paths[name], dtype), build(paths[name], dtype)
+        sent = list(contract.perturbed(model, scale=0.02).items())
+        engine.load_weights(iter(sent))
+        out[name] = {
+            "sent": [n for n, _ in sent],
+            "completions": engine.generate(REQUESTS, replace(FREE, max_len=None)),
+        }
+    return out
+
+
 def ask_all(paths):
     """One process, several engines: the contract's questions of the first, and what differs of the others."""
     torch_threads = torch.get_num_threads()
@@ -68,15 +82,7 @@ def ask_all(paths):
     out["prefix cache"] = ask_about_the_prefix_cache(
         build(paths["fp32"], max_len=200, enable_prefix_caching=True), model
     )
-    for name in ("tied bf16", "tied fp32", "gpt2"):
-        dtype = torch.bfloat16 if "bf16" in name else torch.float32
-        model, engine = load(paths[name], dtype), build(paths[name], dtype)
-        sent = list(contract.perturbed(model, scale=0.02).items())
-        engine.load_weights(iter(sent))
-        out[name] = {
-            "sent": [n for n, _ in sent],
-            "completions": engine.generate(REQUESTS, replace(FREE, max_len=None)),
-        }
+    out |= ask_after_a_load(paths, ["tied bf16", "tied fp32", "gpt2"])
     try:
         build(paths["fp32"], max_len=10_000)
     except ValueError as error:
@@ -92,12 +98,20 @@ def paths(tmp_path_factory):
         "tied bf16": contract.write_model(folder / "tied", "qwen2", tie=True, dtype="bfloat16"),
         "tied fp32": contract.write_model(folder / "tied32", "llama", tie=True),
         "gpt2": contract.write_model(folder / "gpt2", "gpt2", tie=True),
+        "experts": contract.write_model(folder / "mixtral", "mixtral"),
+        "chosen experts": contract.write_model(folder / "glm4_moe", "glm4_moe"),
     }
 
 
 @pytest.fixture(scope="module")
 def answers(paths):
     return run_ranks(1, ask_all, paths, timeout=500)[0]
+
+
+@pytest.fixture(scope="module")
+def experts(paths):
+    """In a process whose first model has experts: vLLM makes their group of ranks only then."""
+    return run_ranks(1, ask_after_a_load, paths, ["experts", "chosen experts"], timeout=500)[0]
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +131,21 @@ def test_training_keeps_its_threads(answers):
 @pytest.mark.parametrize(("name", "tolerance"), [("gpt2", 1e-4), ("tied fp32", 1e-4), ("tied bf16", 0.3)])
 def test_other_models_get_the_trainers_weights(answers, paths, name, tolerance):
     """Tied embeddings are sent once, under the name of the first; GPT-2's weights are transposed by vLLM."""
-    dtype = torch.bfloat16 if "bf16" in name else torch.float32
-    own = load(paths[name], dtype)
-    own.load_state_dict(contract.perturbed(own, scale=0.02), strict=False)
     assert "lm_head.weight" not in answers[name]["sent"]
-    assert len(answers[name]["sent"]) == len(set(answers[name]["sent"]))
-    assert largest_gap(own, REQUESTS, answers[name]["completions"]) < tolerance
+    samples_with_what_was_sent(answers[name], paths[name], tolerance, torch.bfloat16 if "bf16" in name else torch.float32)
+
+
+@pytest.mark.parametrize("name", ["experts", "chosen experts"])
+def test_models_of_experts_get_the_trainers_weights(experts, paths, name):
+    """Experts are one tensor in memory and many in files, and some are chosen with the help of buffers."""
+    samples_with_what_was_sent(experts[name], paths[name], 1e-4, torch.float32)
+
+
+def samples_with_what_was_sent(answers, path, tolerance, dtype):
+    own = load(path, dtype)
+    own.load_state_dict(contract.perturbed(own, scale=0.02), strict=False)
+    assert len(answers["sent"]) == len(set(answers["sent"]))
+    assert largest_gap(own, REQUESTS, answers["completions"]) < tolerance
 
 
 def test_a_reset_forgets_what_older_weights_computed(answers, paths):
