@@ -16,6 +16,7 @@ Every rank calls it with its own samples, once a rollout.
 """
 
 import asyncio
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -165,8 +166,14 @@ def call(function: Callable[..., Any], positional: list[Sequence[Any]], named: M
     """Call with copies, so that a function that sorts or pops does no harm; wait for an `async def`."""
     returned = function(*map(list, positional), **{name: list(values) for name, values in named.items()})
     if inspect.isawaitable(returned):
-        return asyncio.run(_wait_for(returned))
+        return _event_loop().run_until_complete(_wait_for(returned))
     return returned
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One for all calls: a client that a function keeps has connections that are the loop's."""
+    return asyncio.new_event_loop()
 
 
 async def _wait_for(awaitable: Any) -> Any:

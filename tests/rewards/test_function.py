@@ -86,6 +86,20 @@ def test_a_needed_column_that_the_data_lacks_is_named_with_those_there_are(load)
         rewards_of(function)
 
 
+def test_what_an_async_function_keeps_is_of_the_same_loop_in_the_next_call(load):
+    """A client with open connections is: in another loop it would fail with "Event loop is closed"."""
+    function = load(
+        """
+        import asyncio
+        kept = []
+        async def reward_func(queries, prompts, labels):
+            kept.append(asyncio.get_running_loop())
+            return [float(loop is kept[0] and not loop.is_closed()) for loop in kept[-1:] * 3]
+        """
+    )
+    assert rewards_of(function) == rewards_of(function) == [1.0, 1.0, 1.0]
+
+
 def test_async_function_is_awaited(load):
     function = load(
         "import asyncio\nasync def reward_func(q, p, l):\n    await asyncio.sleep(0)\n    return [1, 2, 3]"
