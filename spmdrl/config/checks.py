@@ -287,6 +287,9 @@ NEEDS = {
 }
 
 
+POLYNOMIAL_END = 1e-7  # the learning rate of transformers' schedule
+
+
 def check_needs(config: Any, needs: Mapping[str, str] = NEEDS) -> None:
     flags, values = flags_of(type(config)), values_of(config)
     for setting, needed in needs.items():
@@ -296,6 +299,11 @@ def check_needs(config: Any, needs: Mapping[str, str] = NEEDS) -> None:
         raise UserError(
             f"--min_lr_ratio changes nothing with --lr_scheduler {values['lr_scheduler']}; drop one of them"
         )
+    for name in ("actor_learning_rate", "critic_learning_rate", "learning_rate"):
+        if values["lr_scheduler"] == "polynomial" and values.get(name, 1.0) <= POLYNOMIAL_END:
+            raise UserError(
+                f"--lr_scheduler polynomial ends at {POLYNOMIAL_END:g}: --{name} must be above that, got {values[name]:g}"
+            )
 
 
 def check_template(config: Any) -> None:

@@ -36,6 +36,7 @@ def check_surroundings(config: PPOConfig, world_size: int) -> None:
     check_files(config)
     check_ranks(config, world_size)
     for flag, name in models(config).items():
+        check_unpacked(flag, name)
         if model_config := read_model_config(flag, name):
             check_positions(config, model_config, f"--{flag} {name}")
     check_causal_lm("pretrain", config.model.pretrain or "")
@@ -178,6 +179,18 @@ def check_causal_lm(flag: str, name: str) -> None:
         raise UserError(
             f"--{flag} {name} is a {kinds[0]}, which scores texts (a reward model or critic?) and writes none: give a "
             "causal LM"
+        )
+
+
+def check_unpacked(flag: str, name: str) -> None:
+    """Raise UserError for weights that are packed into few bits (GPTQ, AWQ, FP8, ...): they cannot be trained, and what is
+    saved would be read as packed again."""
+    packed = (_read_config(flag, name) or {}).get("quantization_config")
+    if packed:
+        method = packed.get("quant_method") if isinstance(packed, dict) else None
+        raise UserError(
+            f"--{flag} {name} has quantised weights ({method or 'quantization_config'} in its config.json), which cannot "
+            "be trained: give the model that they were made of; --load_in_4bit packs it for LoRA"
         )
 
 

@@ -93,6 +93,7 @@ def check_surroundings(config: SupervisedConfig, world_size: int) -> None:
     check_splits(config)
     preflight.check_outputs(config.checkpoint, named.items())
     preflight.check_ranks(config, world_size)
+    preflight.check_unpacked("pretrain", models["pretrain"])
     for flag, name in models.items():
         if config.program == "rm":  # which goes on with a reward model too
             check_head(flag, name, values_of(config)["value_head_prefix"])

@@ -150,6 +150,8 @@ def test_kl_losses_with_a_useful_gradient_are_taken():
         ("--load_in_4bit", ["--load_in_4bit", "--lora_rank"]),
         ("--load_in_4bit --lora_rank 8 --zero_stage 3", ["--load_in_4bit", "--zero_stage"]),
         ("--min_lr_ratio 0.5 --lr_scheduler linear", ["--min_lr_ratio", "--lr_scheduler"]),
+        ("--lr_scheduler polynomial --actor_learning_rate 1e-7", ["ends at 1e-07", "--actor_learning_rate"]),
+        ("--lr_scheduler polynomial --critic_learning_rate 0", ["ends at 1e-07", "--critic_learning_rate"]),
         ("--apply_chat_template --input_template Q:{}", ["--apply_chat_template", "--input_template"]),
     ],
 )

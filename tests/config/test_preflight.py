@@ -103,6 +103,17 @@ def test_a_model_that_scores_texts_is_no_policy(refusal, validate, model_dir, tm
     assert refusal(pretrain=scorer).startswith(expected)
 
 
+@pytest.mark.parametrize("flag", ["pretrain", "critic_pretrain"])
+def test_weights_in_few_bits_are_not_trained(refusal, validate, tmp_path, flag):
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    flags = {"advantage_estimator": "gae", flag: packed}
+    assert refusal(**flags).startswith(f"--{flag} {packed} has quantised weights (gptq in its config.json), which cannot")
+    (packed / "config.json").write_text(json.dumps({"quantization_config": None}))
+    validate(**flags)
+
+
 def test_each_of_several_sources_is_looked_for(refusal, validate, tmp_path):
     good = tmp_path / "prompts.jsonl"
     validate(prompt_data=f"{good}, {good}@train,openai/gsm8k@main", prompt_data_probs="0.5,0.2,0.3")
