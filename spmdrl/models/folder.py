@@ -3,6 +3,7 @@
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 # What makes a folder a model or an adapter: left beside another one it would be loaded with it.
 MODEL_FILE = re.compile(
@@ -21,6 +22,21 @@ def begin(folder: Path) -> Path:
 def give_up(folder: Path) -> None:
     """Remove what `begin` made; a full disk needs the room."""
     shutil.rmtree(_partial(folder), ignore_errors=True)
+
+
+def write_model(model: Any, folder: Path, **options: Any) -> None:
+    """`save_pretrained` that saves the settings of generate as the checkpoint has them: transformers refuses what it
+    finds odd about them, such as a temperature without do_sample."""
+    own = getattr(model, "generation_config", None)
+    if own is not None:
+        model.generation_config = type(own)()
+    try:
+        model.save_pretrained(str(folder), **options)
+    finally:
+        if own is not None:
+            model.generation_config = own
+    if own is not None and model.can_generate():
+        own.to_json_file(folder / "generation_config.json", use_diff=True)
 
 
 def move_in(folder: Path) -> None:

@@ -40,7 +40,7 @@ def merge_lora(config: MergeLoraConfig) -> str:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     try:
         partial = folders.begin(out)
-        merged.save_pretrained(str(partial))
+        folders.write_model(merged, partial)
         tokenizer.save_pretrained(str(partial))
         folders.move_in(out)
     except (OSError, SafetensorError) as error:

@@ -93,6 +93,8 @@ class _Export:
             write()
         except (OSError, SafetensorError) as error:
             self.problem = str(error)
+        except Exception as error:  # of transformers' or a tokenizer's own code: ranks gather on, and a state can be saved
+            self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
     def _begin(self) -> None:
         self.partial = folders.begin(self.folder)
@@ -134,7 +136,7 @@ class _Export:
         own, self.model.config = self.model.config, self.hf_config
         try:
             with _no_progress_bar():
-                self.model.save_pretrained(self.partial, state_dict={})  # everything but the weights
+                folders.write_model(self.model, self.partial, state_dict={})  # everything but the weights
         finally:
             self.model.config = own
         self._name_weight_files()  # after save_pretrained, which removes files of weights that it did not write

@@ -49,6 +49,7 @@ from spmdrl.trainer.checkpoint import Shards
 from spmdrl.trainer.evaluation import Evaluation, eval_metrics
 from spmdrl.trainer.export import hf_config_to_save, save_hf
 from spmdrl.trainer.fingerprints import describe
+from spmdrl.trainer.forward_check import check_forward
 from spmdrl.trainer.metrics import rollout_metrics
 from spmdrl.trainer.policy_update import PolicyUpdate
 from spmdrl.trainer.ptx import PtxLoss
@@ -108,6 +109,7 @@ class PPOTrainer:
         self.engine = build_engine(config, self.tokenizer, dtype=self.dtype)
         backbone = load_backbone(config, self.strategy)
         self.actor = build_actor(config, self.strategy, self.sizes, backbone)
+        check_forward(self.actor, f"--pretrain {config.model.pretrain}")
         for prompts in (self.prompts, self.eval_prompts):
             if prompts is not None:
                 prompts.check_ids(self.actor.module.model.config.get_text_config().vocab_size)
@@ -208,7 +210,8 @@ class PPOTrainer:
             self.evaluate(step)
             self.finish_step(step, self.batch.samples, metrics)  # KL controller, logs, checkpoint
         self.saver.finish()
-        self.save()
+        with self.saver.saved_when_refused():
+            self.save()
         self.tracker.close()
         self.saver.finish_run(self.save_path)
 

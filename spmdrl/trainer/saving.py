@@ -223,6 +223,19 @@ class Saver:
             beside = self._saved_beside()
             raise AnomalyStop(f"{line}; {beside}" if beside else line) from stopped
 
+    @contextmanager
+    def saved_when_refused(self) -> Iterator[None]:
+        """If the trained model cannot be written in this block, which all ranks hear of, the run's state is saved."""
+        try:
+            yield
+        except UserError as refusal:
+            guard.set_phase("save")
+            try:
+                saved = f"checkpoint saved in {self.save_state()}: the same command with --load_checkpoint writes it again"
+            except UserError as error:
+                saved = str(error)
+            raise UserError(f"{refusal}; {saved}") from refusal
+
     def _saved_beside(self) -> str | None:
         """What to do with a checkpoint that was saved in another run's directory."""
         if (holder := self.checkpointer.holder) is None:

@@ -28,6 +28,7 @@ from spmdrl.trainer.build import device_dtype, seed_everything
 from spmdrl.trainer.checkpoint import Shards
 from spmdrl.trainer.export import hf_config_to_save, save_hf
 from spmdrl.trainer.fingerprints import describe
+from spmdrl.trainer.forward_check import check_forward
 from spmdrl.trainer.objectives import Objective, Setting, row_chunks
 from spmdrl.trainer.saving import Saver, fit
 from spmdrl.trainer.update import Metrics, add_metrics, optimizer_step
@@ -86,6 +87,7 @@ class SupervisedTrainer:
             total_steps=self.total_steps,
             warmup_steps=self.warmup_steps,
         )
+        check_forward(self.engine, f"--pretrain {config.model.pretrain}")
         self.step = 0  # optimizer steps taken
         self.updates = None  # since then: there is nothing in the middle of an optimizer step
         self.eval_metrics: dict[str, float] = {}  # of the last evaluation
@@ -135,7 +137,7 @@ class SupervisedTrainer:
                 metrics = self.train(samples)
                 self.finish_step(metrics)  # evaluation, logs, checkpoint
             self.saver.finish()
-            with self.phase("save"):
+            with self.saver.saved_when_refused(), self.phase("save"):
                 self.export(self.save_path, "--save_path")
         self.tracker.close()
         self.saver.finish_run(self.save_path)

@@ -60,6 +60,41 @@ def test_a_model_in_many_files_loads_with_the_same_logits(tmp_path, small_shards
     assert_loads(model, folder)
 
 
+def test_experts_and_the_biases_that_choose_them_load_again(tmp_path, monkeypatch):
+    """They are buffers and no parameters: 0 in a model that lacks them."""
+    monkeypatch.setattr(export, "iter_weights", with_biases(export.iter_weights))
+    model, folder = saved(tmp_path, "glm4_moe")
+    assert model.model.layers[1].mlp.gate.e_score_correction_bias.abs().min() > 0.1
+    assert_loads(model, folder)
+
+
+def with_biases(iter_weights):
+    def iterate(engine, **options):
+        with torch.no_grad():
+            engine.model.model.layers[1].mlp.gate.e_score_correction_bias += torch.tensor([0.5, -0.5, 0.3, -0.2])
+        return iter_weights(engine, **options)
+
+    return iterate
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.9, "top_p": 0.6}, {"do_sample": False, "top_k": 5}, {"pad_token_id": -1}]
+)
+def test_settings_of_generate_that_transformers_finds_odd_are_saved_as_they_were(tmp_path, settings):
+    """Vicuna's generation_config.json has a temperature without do_sample."""
+    path = tmp_path / "model" / "generation_config.json"
+    make_model(tmp_path / "model")
+    own = json.loads(path.read_text()) | settings
+    path.write_text(json.dumps(own))
+    config = ModelConfig(pretrain=str(tmp_path / "model"))
+    actor = Actor(load_causal_lm(config, dtype=torch.float32))
+    hf_config = export.hf_config_to_save(str(config.pretrain), config, dtype=torch.float32)
+    export.save_hf(actor, load_tokenizer(config), tmp_path / "out", hf_config=hf_config)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == own
+    assert_loads(actor.model, tmp_path / "out")
+    assert actor.model.generation_config.eos_token_id == 2
+
+
 def test_several_chat_templates_are_saved_again_where_they_were(tmp_path):
     from transformers import AutoTokenizer
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from spmdrl.errors import UserError
 from spmdrl.trainer import ppo_trainer, supervised_trainer
 from spmdrl.trainer.saving import RunFinished
 from tests.trainer import runs, supervised
@@ -35,3 +36,35 @@ def test_a_supervised_run_is_left_as_it_is(tmp_path, one_rank, monkeypatch, prog
     folder = tmp_path / "run"
     build = lambda: supervised.build(program, folder, **flags, load_checkpoint=True)  # noqa: E731
     ends_again(build, folder, monkeypatch, supervised_trainer)
+
+
+@pytest.mark.parametrize("program", ["ppo", "sft"])
+def test_a_model_that_cannot_be_written_at_the_end_is_not_lost(tmp_path, one_rank, monkeypatch, program):
+    """Whatever refuses: the same command then writes it, without training."""
+    helpers = runs if program == "ppo" else supervised
+    flags = helpers.write_inputs(tmp_path / "inputs")
+    for other in ("teacher_model", "eval_dataset"):
+        flags.pop(other, None)
+
+    def build():
+        options = flags | {"load_checkpoint": True}
+        if program == "ppo":
+            return runs.build(tmp_path / "run", **options)
+        return supervised.build(program, tmp_path / "run", **options)
+
+    trainer = build()
+    trained = trainer.tokenizer.save_pretrained
+
+    def refuse(folder):
+        trained(folder)
+        raise ValueError("no\nway")
+
+    monkeypatch.setattr(trainer.tokenizer, "save_pretrained", refuse)
+    message = r"cannot write the model: ValueError: no way; checkpoint saved in .*: the same command with --load_check"
+    with pytest.raises(UserError, match=message):
+        trainer.fit()
+    assert not (tmp_path / "run" / "config.json").exists()
+    again = build()
+    monkeypatch.setattr(again, "train", lambda *_: pytest.fail("trained again"))
+    again.fit()
+    assert (tmp_path / "run" / "config.json").exists()

@@ -278,6 +278,12 @@ def test_another_reference_is_the_one_that_counts(tmp_path, one_rank, inputs):
     assert any(abs(row["train/rewards/chosen"]) > 0.1 for row in logged(trainer, "train"))
 
 
+def told(row):
+    """Without the accuracy of a policy that is still the reference: rounding decides which pairs it gets right."""
+    is_even = abs(row.get("train/margin", 1.0)) < 1e-5
+    return {name: value for name, value in row.items() if not (is_even and name == "train/accuracy")}
+
+
 @SLOW
 @PROGRAMS
 def test_packed_or_padded_and_in_micro_batches_of_any_size_a_run_is_the_same(tmp_path, one_rank, inputs, program):
@@ -291,7 +297,7 @@ def test_packed_or_padded_and_in_micro_batches_of_any_size_a_run_is_the_same(tmp
         first, *others = [logged(trainer, kind) for trainer in runs]
         for other in others:
             for a, b in zip(first, other, strict=True):
-                assert a == pytest.approx(b, rel=1e-3, abs=1e-4)
+                assert told(a) == pytest.approx(told(b), rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize("program", ["rm", pytest.param("kto", marks=SLOW)])
@@ -531,5 +537,5 @@ def test_every_program_makes_the_same_updates_however_rows_are_dealt(tmp_path):
                     weights[key], theirs[key], atol=1e-4, rtol=0, msg=lambda m, n=f"{name} {key}": f"{n}: {m}"
                 )
             for a, b in zip([*train, *held_out], [*their_train, *their_held_out], strict=True):
-                assert a == pytest.approx(b, rel=1e-3, abs=1e-4), name
+                assert told(a) == pytest.approx(told(b), rel=1e-3, abs=1e-4), name
     assert len(ROWS) % 4 == 2
