@@ -3,7 +3,7 @@
     python bench/supervised.py rm --model runs/models/SmolLM2-135M-Instruct
 
 Trains on the first --train pairs of the data and judges on the last --held_out ones; prompts of held-out pairs are in
-no training pair. Both sides' saved models are judged by the same few lines of plain transformers, for SFT and DPO the
+no training pair. Both sides save fp32 weights; their models are judged by the same few lines of plain transformers, for SFT and DPO the
 untrained one too. Seconds are those of training, without loading and judging; memory is the most that all processes
 hold together. Prints a JSON object and appends it to --out.
 """
@@ -42,7 +42,7 @@ def ours(args: argparse.Namespace, folder: Path) -> dict:
         --max_len {args.max_len} --seed {args.seed}
         --train_batch_size {BATCH} --micro_train_batch_size {args.micro} --max_epochs 1 --learning_rate {args.rate}
         --lr_scheduler linear --lr_warmup_ratio 0 --adam_betas 0.9 0.999 --zero_stage {args.zero_stage}
-        --save_path {folder / "spmdrl"} --ckpt_path {folder / "checkpoints"}
+        --save_dtype fp32 --save_path {folder / "spmdrl"} --ckpt_path {folder / "checkpoints"}
     """.split()
     flags += [{"auto": "", "fp32": "--no_bf16", "bf16": "--bf16"}[args.dtype]] if args.dtype != "auto" else []
     script = [f"cli/train_{args.program}.py", *flags]

@@ -11,7 +11,7 @@ HARMLESS = {
     *("save_path", "output_path", "logging_steps"),
     *("use_wandb", "wandb_org", "wandb_group", "wandb_project", "wandb_run_name"),
     *("use_tensorboard", "save_value_network"),
-    *("save_steps", "save_hf_ckpt", "disable_ds_ckpt", "ckpt_path", "max_ckpt_num", "max_ckpt_mem"),
+    *("save_steps", "save_dtype", "save_hf_ckpt", "disable_ds_ckpt", "ckpt_path", "max_ckpt_num", "max_ckpt_mem"),
     *("eval_steps", "eval_on_start", *EVALUATION),
     # where tensors lie and how work is cut up
     *("zero_stage", "critic_zero_stage", "ref_reward_zero_stage", "zpg", "overlap_comm"),
@@ -28,7 +28,7 @@ UNMENTIONED = {"load_checkpoint", "allow_config_change", "local_rank"}
 # A schedule over a fixed number of steps changes with the number of steps.
 LENGTHS = {"num_episodes"}
 # Harmless ones, of which a run that is finished has done what they were and not what they are now.
-OUTCOME = {*LENGTHS, "save_value_network"}
+OUTCOME = {*LENGTHS, "save_value_network", "save_dtype"}
 OPEN_ENDED_SCHEDULES = {"constant"}
 
 

@@ -68,6 +68,25 @@ class EngineState:
             fragment.tensor.copy_(value)
         _weights_from_masters(self.engine)
 
+    def gather(self) -> Callable[[str], Tensor]:
+        """A function of a trained parameter's name that gives its whole master weight, in its shape; every rank calls
+        it for the same names in the same order."""
+        owned, params = {piece.name: piece for piece in _pieces(self.engine)}, dict(self.engine.module.named_parameters())
+
+        def whole(name: str) -> Tensor:
+            param = params[name]
+            shape = getattr(param, "ds_shape", param.shape)
+            flat = torch.zeros(shape.numel(), dtype=torch.float32, device=comm.device())
+            piece = owned.get(name)
+            if piece is not None and piece.is_replicated:
+                return flat.copy_(piece.holder.detach().view(-1)).view(shape)
+            if piece is not None:
+                own = piece.holder.detach().view(-1)[piece.offset : piece.offset + piece.numel]
+                flat[piece.start : piece.start + piece.numel] = own
+            return comm.all_reduce_sum(flat).view(shape)  # what a rank does not own is 0 there
+
+        return whole
+
     def state_dict(self) -> dict[str, Any]:
         """The same on every rank: number of updates, and names of the optimizer's states."""
         states = [s for s in _optimizer(self.engine).state.values() if "step" in s]
@@ -179,6 +198,16 @@ def _unfused_masters(outer: Any) -> dict[Any, Tensor]:
         for params, masters in zip(outer.fp16_groups, outer.fp32_groups, strict=True)
         for param, master in zip(params, masters, strict=True)
     }
+
+
+@torch.no_grad()
+def undo_empty_step(engine: Any) -> None:
+    """DeepSpeed makes the optimizer of half-precision weights without ZeRO take a step of no gradients: it would decay
+    weights, and the first real step would have the bias corrections of a second one, three quarters of its size."""
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        _optimizer(engine).state.clear()
+        for param, master in _unfused_masters(engine.optimizer).items():
+            master.copy_(param)
 
 
 def _holders(engine: Any) -> Iterator[Tensor]:

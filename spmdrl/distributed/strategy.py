@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spmdrl.config import DeepSpeedConfig, OptimizerConfig
 from spmdrl.distributed import comm
 from spmdrl.distributed.cpu_adam import cpu_adam_class
+from spmdrl.distributed.engine_state import undo_empty_step
 from spmdrl.distributed.offload import HostCopy
 from spmdrl.distributed.step_gate import install_gate
 from spmdrl.errors import UserError
@@ -60,6 +61,7 @@ class Strategy:
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=scheduler, config=self._ds_config(trainable=True)
         )
+        undo_empty_step(engine)
         engine.step_gate, engine.host_copy = install_gate(engine, self.optim.max_norm), HostCopy(engine)
         engine.eval()
         return engine

@@ -1,8 +1,9 @@
 """Models out: Hugging Face folders that plain transformers, or peft for an adapter, loads."""
 
+import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from spmdrl.config import ModelConfig
+from spmdrl.config import CheckpointConfig, ModelConfig
 from spmdrl.distributed import comm
+from spmdrl.distributed.engine_state import EngineState
 from spmdrl.distributed.strategy import unwrap
-from spmdrl.distributed.weight_sync import iter_adapter, iter_weights
+from spmdrl.distributed.weight_sync import iter_adapter, iter_weights, saved_name
 from spmdrl.errors import UserError
 from spmdrl.models import folder as folders
 from spmdrl.models.lora import has_lora, write_adapter
@@ -23,6 +25,10 @@ from spmdrl.trainer.tensor_file import write_tensors
 
 EXPORT_BUCKET_MB = 512
 SHARD_BYTES = 5 * 10**9  # host memory that an export takes, and the most that a file of weights has
+
+
+def saved_dtype(config: CheckpointConfig, computed_in: torch.dtype) -> torch.dtype:
+    return torch.float32 if config.save_dtype == "fp32" else computed_in
 
 
 def hf_config_to_save(name: str, config: ModelConfig, *, dtype: torch.dtype, **changes: Any) -> Any:
@@ -48,13 +54,17 @@ def save_hf(
     """Write the model in `engine` with its tokenizer and chat template to `folder`; every rank takes part. With LoRA
     it is the adapter, as peft reads it.
 
-    What was there stays until all is written. A value head has the name that transformers looks for and
+    In fp32, where `hf_config` has it for a model that computes in bf16, it is the optimizer's master weights: they hold
+    updates that are too small for bf16. What was there stays until all is written. A value head has the name that transformers looks for and
     `value_head_prefix`, which is where OpenRLHF does. Raises UserError, naming `flag`, when the disk refuses.
     """
     model = getattr(unwrap(engine), "model", unwrap(engine))
     is_adapter = has_lora(model)
     export = (_AdapterExport if is_adapter else _Export)(model, Path(folder), hf_config)
-    for name, tensor in (iter_adapter if is_adapter else iter_weights)(engine, bucket_mb=EXPORT_BUCKET_MB):
+    tensors = (iter_adapter if is_adapter else iter_weights)(engine, bucket_mb=EXPORT_BUCKET_MB)
+    if hf_config.dtype == torch.float32:
+        tensors = _in_fp32(engine, tensors)
+    for name, tensor in tensors:
         assert tensor.numel() > 0, f"{name} is empty: a shard, not a weight"
         export.add(name, tensor)
         if value_head_prefix not in (None, HF_HEAD) and name.startswith(f"{HF_HEAD}."):
@@ -62,6 +72,25 @@ def save_hf(
     problem = comm.all_gather_object(export.finish(tokenizer))[0]
     if problem:
         raise UserError(f"{flag} {folder}: cannot write the model: {problem}")
+
+
+def _in_fp32(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """`tensors` of `engine` under their names in files; trained ones as the optimizer has them, before rounding."""
+    trained: dict[str, str] = {}  # name in files -> name in the engine
+    if hasattr(engine, "optimizer"):
+        prefix = "model." if hasattr(unwrap(engine), "model") else ""
+        names = [name for name, param in unwrap(engine).named_parameters() if param.requires_grad]
+        inner = [name.removeprefix(prefix) for name in names]
+        trained = dict(zip((*inner, *map(saved_name, inner)), (*names, *names), strict=True))
+    master: Callable[[str], Tensor] | None = None
+    for name, tensor in tensors:
+        if tensor.dtype not in (torch.bfloat16, torch.float16):
+            yield name, tensor
+        elif name not in trained:
+            yield name, tensor.float()
+        else:
+            master = master or EngineState(engine).gather()
+            yield name, master(trained[name])
 
 
 class _Export:
@@ -133,12 +162,15 @@ class _Export:
 
     def _write_model(self) -> None:
         self._write_weights()
-        own, self.model.config = self.model.config, self.hf_config
+        own, written = self.model.config, copy.deepcopy(self.hf_config)
+        self.model.config = written
         try:
             with _no_progress_bar():
                 folders.write_model(self.model, self.partial, state_dict={})  # everything but the weights
         finally:
             self.model.config = own
+        written.dtype = self.hf_config.dtype  # transformers has put that of the model in memory
+        written.save_pretrained(self.partial)
         self._name_weight_files()  # after save_pretrained, which removes files of weights that it did not write
 
     def _finish(self, tokenizer: Any) -> None:

@@ -47,9 +47,8 @@ from spmdrl.trainer.build import (
 )
 from spmdrl.trainer.checkpoint import Shards
 from spmdrl.trainer.evaluation import Evaluation, eval_metrics
-from spmdrl.trainer.export import hf_config_to_save, save_hf
+from spmdrl.trainer.export import hf_config_to_save, save_hf, saved_dtype
 from spmdrl.trainer.fingerprints import describe
-from spmdrl.trainer.forward_check import check_forward
 from spmdrl.trainer.metrics import rollout_metrics
 from spmdrl.trainer.policy_update import PolicyUpdate
 from spmdrl.trainer.ptx import PtxLoss
@@ -109,7 +108,6 @@ class PPOTrainer:
         self.engine = build_engine(config, self.tokenizer, dtype=self.dtype)
         backbone = load_backbone(config, self.strategy)
         self.actor = build_actor(config, self.strategy, self.sizes, backbone)
-        check_forward(self.actor, f"--pretrain {config.model.pretrain}")
         for prompts in (self.prompts, self.eval_prompts):
             if prompts is not None:
                 prompts.check_ids(self.actor.module.model.config.get_text_config().vocab_size)
@@ -366,13 +364,14 @@ class PPOTrainer:
     def export(self, folder: Path, flag: str) -> None:
         """The trained model, with --enable_ema its average and with --save_value_network the critic."""
         model, critic = self.config.model, self.config.critic
-        own = hf_config_to_save(str(model.pretrain), model, dtype=self.dtype)
+        dtype = saved_dtype(self.config.checkpoint, self.dtype)
+        own = hf_config_to_save(str(model.pretrain), model, dtype=dtype)
         save_hf(self.actor, self.tokenizer, folder, hf_config=own, flag=flag)
         if self.average is not None:
             with self.average.in_place():
                 save_hf(self.actor, self.tokenizer, folder / "ema", hf_config=own, flag=flag)
         if critic.save_value_network:
-            own = hf_config_to_save(self.critic_name, model, dtype=self.dtype, num_labels=1)
+            own = hf_config_to_save(self.critic_name, model, dtype=dtype, num_labels=1)
             head = {"value_head_prefix": critic.value_head_prefix, "flag": flag}
             save_hf(self.critic, self.tokenizer, folder / "critic", hf_config=own, **head)
 

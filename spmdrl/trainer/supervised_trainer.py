@@ -26,7 +26,7 @@ from spmdrl.quiet import quiet_libraries
 from spmdrl.tracking import Tracker
 from spmdrl.trainer.build import device_dtype, seed_everything
 from spmdrl.trainer.checkpoint import Shards
-from spmdrl.trainer.export import hf_config_to_save, save_hf
+from spmdrl.trainer.export import hf_config_to_save, save_hf, saved_dtype
 from spmdrl.trainer.fingerprints import describe
 from spmdrl.trainer.forward_check import check_forward
 from spmdrl.trainer.objectives import Objective, Setting, row_chunks
@@ -189,7 +189,8 @@ class SupervisedTrainer:
         """The trained model. A reward model's config has the statistics of the last evaluation."""
         model, objective, tokenizer = self.config.model, self.objective, self.tokenizer
         labels = {} if objective.num_labels is None else {"num_labels": objective.num_labels}
-        own = hf_config_to_save(str(model.pretrain), model, dtype=self.dtype, **labels)
+        dtype = saved_dtype(self.config.checkpoint, self.dtype)
+        own = hf_config_to_save(str(model.pretrain), model, dtype=dtype, **labels)
         if objective.num_labels is not None:
             tokenizer = copy.deepcopy(tokenizer)
             own.get_text_config().pad_token_id = pad_token_apart_from(tokenizer, self.end_ids)
