@@ -108,6 +108,11 @@ def logit_slices(num_rows: int, weight: Tensor, max_logits: dict[str, int]) -> l
     return [slice(start, start + size) for start in range(0, max(num_rows, 1), size)]
 
 
+def logits_divisor(model: Any) -> float:
+    """What a model's own forward divides its head's logits by: a constant in Granite."""
+    return getattr(model.config, "logits_scaling", None) or 1.0
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
@@ -183,8 +188,7 @@ class Actor(nn.Module):
         hidden = self.layout(self.model.get_decoder(), sequences, last_action_lengths(action_mask))
         labels = sequences[:, 1:][action_mask]
         head = self.model.get_output_embeddings()
-        scale = getattr(self.model.config, "logits_scaling", None)  # Granite divides its logits by a constant
-        temperature = (temperature or self.temperature) * (scale if scale else 1.0)
+        temperature = (temperature or self.temperature) * logits_divisor(self.model)
         picked, entropy = head(hidden[:, :-1][action_mask], labels, temperature=temperature, with_entropy=with_entropy)
         out = picked.new_zeros(action_mask.shape)
         return out.masked_scatter(action_mask, picked), out.masked_scatter(action_mask, entropy)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmdrl.errors import UserError
 from spmdrl.models.actor import (
     BLOCK_LOGITS,
     Actor,
@@ -14,6 +15,7 @@ from spmdrl.models.actor import (
     add_product,
     head_log_softmax,
     logit_slices,
+    logits_divisor,
     wide,
 )
 from spmdrl.models.packing import Layout, last_action_lengths, padded
@@ -30,7 +32,7 @@ class _ChunkedDistillation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, over_teacher, kd_coef, needs_grad):
+    def forward(ctx, hidden, weight, bias, labels, over_teacher, kd_coef, divisor, needs_grad):
         totals = torch.zeros(2, dtype=torch.float64, device=hidden.device)
         grads = [torch.zeros_like(hidden), None, None] if needs_grad else [None, None, None]
         if needs_grad and ctx.needs_input_grad[1]:
@@ -39,7 +41,7 @@ class _ChunkedDistillation(torch.autograd.Function):
             grads[2] = torch.zeros_like(bias, dtype=wide(bias.dtype))
 
         def consume(rows: slice, teacher_logits: Tensor) -> None:
-            log_p = head_log_softmax(hidden[rows], weight, bias, 1.0)
+            log_p = head_log_softmax(hidden[rows], weight, bias, divisor)
             log_q = _as_wide_as(teacher_logits, log_p.shape[1]).to(log_p.dtype).log_softmax(-1)
             q = log_q.exp()
             totals[0] -= log_p.gather(-1, labels[rows, None]).sum()
@@ -47,7 +49,7 @@ class _ChunkedDistillation(torch.autograd.Function):
             if needs_grad:
                 grad = log_p.exp_().sub_(q.mul_(kd_coef))
                 grad.scatter_add_(-1, labels[rows, None], grad.new_full((len(grad), 1), kd_coef - 1))
-                _add_gradients(grads, rows, grad.to(hidden.dtype), hidden, weight)
+                _add_gradients(grads, rows, (grad if divisor == 1.0 else grad / divisor).to(hidden.dtype), hidden, weight)
 
         over_teacher(logit_slices(len(hidden), weight, BLOCK_LOGITS), consume)
         ctx.save_for_backward(*grads)
@@ -61,7 +63,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         weight = None if weight is None else (weight * scale).to(ctx.weight_dtype)
         bias = None if bias is None else (bias * scale).to(ctx.weight_dtype)
-        return (hidden * scale).to(hidden.dtype), weight, bias, None, None, None, None
+        return (hidden * scale).to(hidden.dtype), weight, bias, None, None, None, None, None
 
 
 def _add_gradients(grads: list[Any], rows: slice, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
@@ -87,8 +89,8 @@ class DistillationHead(LogProbHead):
         if "over_teacher" not in options:
             return super().forward(hidden, labels, **options)
         teacher, kd_coef = options["over_teacher"], options["kd_coef"]
-        needs_grad = torch.is_grad_enabled()
-        return _ChunkedDistillation.apply(hidden, self.weight, self.bias, labels, teacher, kd_coef, needs_grad)
+        divisor, needs_grad = options["divisor"], torch.is_grad_enabled()
+        return _ChunkedDistillation.apply(hidden, self.weight, self.bias, labels, teacher, kd_coef, divisor, needs_grad)
 
 
 class Student(Actor):
@@ -103,21 +105,28 @@ class Student(Actor):
         if "over_teacher" not in options:
             return super().forward(sequences, action_mask, **options)
         hidden = self.layout(self.model.get_decoder(), sequences, last_action_lengths(action_mask))
-        hidden = hidden[:, :-1][action_mask]
-        return self.model.get_output_embeddings()(hidden, sequences[:, 1:][action_mask], **options)
+        hidden, labels = hidden[:, :-1][action_mask], sequences[:, 1:][action_mask]
+        return self.model.get_output_embeddings()(hidden, labels, divisor=logits_divisor(self.model), **options)
 
 
 class TeacherHead(nn.Module):
-    """An LM head that hands out its logits some rows at a time."""
+    """An LM head that hands out its logits, over `divisor`, some rows at a time."""
 
-    def __init__(self, head: nn.Module):
+    def __init__(self, head: nn.Module, divisor: float):
         super().__init__()
-        assert isinstance(head, nn.Linear), f"the LM head is a {type(head).__name__}, not a Linear layer"
+        self.divisor = divisor
+        if not isinstance(head, nn.Linear):
+            raise UserError(f"models whose LM head is a {type(head).__name__} and no linear layer are not supported")
         self.weight, self.bias = head.weight, head.bias
 
-    def forward(self, hidden: Tensor, chunks: Sequence[slice], consume: Consume) -> None:
+    def forward(self, hidden: Tensor, chunks: Sequence[slice] = (), consume: Consume | None = None) -> Tensor | None:
+        """Logits as the model's own forward takes them; with `consume` those of each chunk for it, divided."""
+        if consume is None:
+            return F.linear(hidden, self.weight, self.bias)
         for rows in chunks:
-            consume(rows, F.linear(hidden[rows], self.weight, self.bias))
+            logits = F.linear(hidden[rows], self.weight, self.bias)
+            consume(rows, logits if self.divisor == 1.0 else logits / self.divisor)
+        return None
 
 
 class Teacher(nn.Module):
@@ -126,7 +135,7 @@ class Teacher(nn.Module):
 
     def __init__(self, model: Any, *, layout: Layout = padded):
         super().__init__()
-        model.set_output_embeddings(TeacherHead(model.get_output_embeddings()))
+        model.set_output_embeddings(TeacherHead(model.get_output_embeddings(), logits_divisor(model)))
         self.model = model
         self.layout = layout
 

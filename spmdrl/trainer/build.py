@@ -16,7 +16,7 @@ from spmdrl.config.generate import GenerateConfig
 from spmdrl.config.preflight import model_positions
 from spmdrl.config.supervised import SupervisedConfig
 from spmdrl.distributed import comm
-from spmdrl.distributed.strategy import Strategy, compute_dtype
+from spmdrl.distributed.strategy import Strategy, compute_dtype, unwrap
 from spmdrl.errors import UserError, first_line
 from spmdrl.models.actor import Actor
 from spmdrl.models.backbone import Backbone
@@ -28,6 +28,7 @@ from spmdrl.models.value_head import RewardModel, ValueModel, load_reward_model,
 from spmdrl.rewards.combined import source_names
 from spmdrl.rewards.model import ModelReward, make_encoder, score_sequences
 from spmdrl.rollout.engine import RolloutEngine
+from spmdrl.trainer.forward_check import check_forward
 
 
 def seed_everything(seed: int, full_determinism: bool) -> None:
@@ -63,12 +64,14 @@ def build_actor(config: PPOConfig, strategy: Strategy, counts: BatchSizes, backb
     model = _load_policy(config, strategy) if backbone is None else backbone.causal_lm()
     add_lora(model, config.lora, seed=config.seed)
     enable_checkpointing(model, config.model)
-    return strategy.trainable(
+    engine = strategy.trainable(
         Actor(model, temperature=config.rollout.temperature, layout=layout_for(model)),
         learning_rate=config.optim.actor_learning_rate,
         total_steps=counts.actor_optimizer_steps,
         warmup_steps=counts.warmup_steps,
     )
+    check_forward(engine, f"--pretrain {config.model.pretrain}")
+    return engine
 
 
 def build_ref_model(config: PPOConfig, strategy: Strategy, actor: Any) -> Any:
@@ -80,7 +83,8 @@ def build_ref_model(config: PPOConfig, strategy: Strategy, actor: Any) -> Any:
     strategy = strategy.for_role(zero_stage=config.deepspeed.ref_reward_zero_stage)
     with strategy.loading(frozen=True):
         model = load_causal_lm(config.model, dtype=strategy.dtype)
-    return strategy.frozen(Actor(model, temperature=config.rollout.temperature, layout=layout_for(model)))
+    layout = unwrap(actor).layout  # which check_forward has seen to
+    return strategy.frozen(Actor(model, temperature=config.rollout.temperature, layout=layout))
 
 
 class Given(NamedTuple):
@@ -136,6 +140,8 @@ def _build_reward_model(
     comm.say(f"{where}: {how}{_describe_normalization(normalization, config.reward)}")
     model.layout = layout_for(model.model)
     engine = strategy.frozen(model)
+    with strategy.on_device(engine):
+        check_forward(engine, f"{flag} {name}")
 
     size = config.rollout.micro_rollout_batch_size
 
@@ -190,12 +196,14 @@ def build_critic(
         comm.say(f"critic: {name} has no value head, a new one is initialised")
     enable_checkpointing(critic.model, config.model)
     critic.layout = layout_for(critic.model)
-    return strategy.trainable(
+    engine = strategy.trainable(
         critic,
         learning_rate=config.critic.critic_learning_rate,
         total_steps=counts.total_optimizer_steps,
         warmup_steps=counts.critic_warmup_steps,
     )
+    check_forward(engine, f"{flag} {name}")
+    return engine
 
 
 def _load_critic(config: PPOConfig, strategy: Strategy, start: Given) -> ValueModel:

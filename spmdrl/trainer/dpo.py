@@ -20,6 +20,7 @@ from spmdrl.models.actor import Actor
 from spmdrl.models.loading import load_causal_lm
 from spmdrl.models.lora import quantization
 from spmdrl.models.tokenizer import check_same_ids
+from spmdrl.trainer.forward_check import check_forward
 from spmdrl.trainer.objectives import (
     Setting,
     check_vocabulary,
@@ -116,6 +117,7 @@ def add_reference_log_probs(
     reference = strategy.frozen(Actor(model, layout=layout_of(config, model)))
     size = config.optim.micro_train_batch_size
     with strategy.on_device(reference):
+        check_forward(reference, f"{flag} {name}")
         for rows in setting.sets:
             with setting.phase("ref_log_probs", rows.num_sequences) as progress:
                 rows.targets["ref_log_probs"] = sequence_sums(reference, rows, size, group_size, progress)

@@ -13,7 +13,9 @@ from spmdrl.distributed import comm
 from spmdrl.distributed.strategy import unwrap
 from spmdrl.errors import UserError
 from spmdrl.models.actor import Actor
+from spmdrl.models.distillation import Teacher
 from spmdrl.models.packing import Layout, packed, padded
+from spmdrl.models.value_head import RewardModel
 from spmdrl.trainer.weight_check import TOLERANCE
 
 LENGTHS, NUM_SHARED = (12, 10, 8), 6  # of the sequences; that many tokens are the same in all
@@ -27,8 +29,10 @@ class UnknownForward(UserError):
 
 @torch.no_grad()
 def check_forward(engine: Any, source: str) -> None:
-    """Compare the Actor or RewardModel in `engine` with its model's own forward; where its layout alone is wrong, take the
-    plain one. Every rank calls it. Raises UserError, naming `source`, for a model that would be computed wrongly."""
+    """Compare the Actor, Teacher, RewardModel or ValueModel in `engine` with its model's own forward, or with itself for
+    each sequence alone; where its layout alone is wrong, take the plain one. Every rank calls it.
+
+    Raises UserError, naming `source`, for a model that would be computed wrongly."""
     module = unwrap(engine)
     wanted = module.layout
     with _named(source):
@@ -68,30 +72,41 @@ def _sequences(module: Any) -> list[Tensor]:
 
 def _own(engine: Any, ids: Tensor) -> Tensor:
     """What one sequence alone comes to: the log-probs, by the model's own logits, of the tokens behind what all share; of
-    a RewardModel the score."""
+    others than causal LMs the scores."""
     module = unwrap(engine)
-    if not isinstance(module, Actor):
-        module.layout = padded
-        return engine(ids[None], torch.tensor([len(ids)], device=ids.device))
-    logits = module.model(input_ids=ids[None], use_cache=False).logits[0, NUM_SHARED - 1 : -1]
-    log_probs = (logits.float() / module.temperature).log_softmax(-1)
-    return log_probs.gather(-1, ids[NUM_SHARED:, None])[:, 0]
+    if isinstance(module, Actor | Teacher):
+        logits = module.model(input_ids=ids[None], use_cache=False).logits[0, NUM_SHARED - 1 : -1]
+        return _picked(logits, ids[NUM_SHARED:], getattr(module, "temperature", 1.0))
+    module.layout = padded
+    return _together(engine, [ids])
+
+
+def _together(engine: Any, rows: list[Tensor]) -> Tensor:
+    """The same of all `rows` in one micro-batch, one after the other."""
+    module = unwrap(engine)
+    sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows], device=sequences.device)
+    if isinstance(module, RewardModel):
+        return engine(sequences, lengths)
+    places = torch.arange(1, sequences.shape[1], device=sequences.device)
+    mask = (places >= NUM_SHARED) & (places < lengths[:, None])
+    if isinstance(module, Teacher):
+        logits: list[Tensor] = []
+        engine(engine(sequences, mask), [slice(None)], lambda _, chunk: logits.append(chunk))
+        return _picked(logits[0], sequences[:, 1:][mask], 1.0)
+    said = engine(sequences, mask)
+    return (said[0] if isinstance(module, Actor) else said)[mask]
+
+
+def _picked(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    return (logits.float() / temperature).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
 
 
 def _gap(engine: Any, layout: Layout, alone: Tensor) -> str | None:
     """By how much all in one micro-batch differ from `alone`; None where rounding explains it."""
     module = unwrap(engine)
     module.layout = layout
-    rows = _sequences(module)
-    sequences = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    lengths = torch.tensor([len(row) for row in rows], device=sequences.device)
-    if isinstance(module, Actor):
-        places = torch.arange(1, sequences.shape[1], device=sequences.device)
-        mask = (places >= NUM_SHARED) & (places < lengths[:, None])
-        found = engine(sequences, mask)[0][mask]
-    else:
-        found = engine(sequences, lengths)
-    off = (found - alone).abs().nan_to_num(nan=torch.inf)
+    off = (_together(engine, _sequences(module)) - alone).abs().nan_to_num(nan=torch.inf)
     most, mean = comm.all_reduce_max(float(off.max())), comm.all_reduce_max(float(off.mean()))
     dtype = next(module.parameters()).dtype
     limit, mean_limit = TOLERANCE[dtype]

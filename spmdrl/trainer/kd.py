@@ -15,6 +15,7 @@ from spmdrl.experience import Experience, Sample
 from spmdrl.models.distillation import Student, Teacher
 from spmdrl.models.loading import load_causal_lm
 from spmdrl.models.tokenizer import check_same_ids
+from spmdrl.trainer.forward_check import check_forward
 from spmdrl.trainer.objectives import Setting, check_vocabulary, layout_of, load_policy
 from spmdrl.trainer.update import LossPart, Metrics
 
@@ -42,6 +43,8 @@ class Distillation:
         check_vocabulary(model, setting, f"{flag} {name}")
         self.strategy = strategy
         self.teacher = strategy.frozen(Teacher(model, layout=layout_of(self.config, model)))
+        with strategy.on_device(self.teacher):
+            check_forward(self.teacher, f"{flag} {name}")
 
     def load_model(self, setting: Setting) -> nn.Module:
         return load_policy(self.config, setting, Student)

@@ -405,9 +405,10 @@ def test_with_lora_the_adapter_that_is_saved_gives_the_trained_models_outputs(tm
 
 
 # ---- distillation ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("kd_coef", [0.0, 0.4, 1.0])
-def test_distillation_is_the_weighted_sum_of_both_losses_in_value_and_gradient(tmp_path, kd_coef, monkeypatch):
-    """In blocks of 3 rows that 7 tokens do not fill; the teacher has fewer ids, as models of a family may have."""
+@pytest.mark.parametrize(("kd_coef", "arch"), [(0.0, "llama"), (0.4, "llama"), (1.0, "llama"), (0.4, "granite")])
+def test_distillation_is_the_weighted_sum_of_both_losses_in_value_and_gradient(tmp_path, kd_coef, arch, monkeypatch):
+    """In blocks of 3 rows that 7 tokens do not fill; the teacher has fewer ids, as models of a family may have. Granite
+    divides its logits."""
     from functools import partial
 
     from spmdrl.models import distillation
@@ -415,6 +416,9 @@ def test_distillation_is_the_weighted_sum_of_both_losses_in_value_and_gradient(t
 
     monkeypatch.setitem(distillation.BLOCK_LOGITS, "cpu", 3 * 320)
     paths = write_inputs(tmp_path)
+    for name, divisor in (("pretrain", 5.0), ("teacher_model", 0.5)):
+        if arch == "granite":
+            as_granite(paths[name], divisor)
     student, plain, teacher, their = (
         AutoModelForCausalLM.from_pretrained(paths[name], dtype=torch.float32)
         for name in ("pretrain", "pretrain", "teacher_model", "teacher_model")
@@ -443,6 +447,14 @@ def test_distillation_is_the_weighted_sum_of_both_losses_in_value_and_gradient(t
     theirs = dict(plain.named_parameters())
     for name, param in student.model.named_parameters():
         torch.testing.assert_close(param.grad, theirs[name].grad, atol=1e-4, rtol=1e-4)
+
+
+def as_granite(folder, divisor):
+    """Granite is Llama with four constants."""
+    path = Path(folder) / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}
+    constants = {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
+    path.write_text(json.dumps(config | constants | {"logits_scaling": divisor}))
 
 
 # ---- models that read the ids of --pretrain -------------------------------------------------------------------------
