@@ -107,6 +107,7 @@ def _gap(engine: Any, layout: Layout, alone: Tensor) -> str | None:
     module = unwrap(engine)
     module.layout = layout
     off = (_together(engine, _sequences(module)) - alone).abs().nan_to_num(nan=torch.inf)
+    off = off / alone.abs().clamp(min=1.0)  # scores have any scale, and rounding has theirs
     most, mean = comm.all_reduce_max(float(off.max())), comm.all_reduce_max(float(off.mean()))
     dtype = next(module.parameters()).dtype
     limit, mean_limit = TOLERANCE[dtype]
