@@ -123,8 +123,8 @@ def _model_config(arch, *, tie, sizes, initializer_range, pad_token_id, bos_toke
     experts = {
         "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
         "glm4_moe": {
-            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
-            **{"head_dim": hidden_size // num_heads, "n_group": 1, "topk_group": 1},
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            **{"first_k_dense_replace": 1, "head_dim": hidden_size // num_heads, "n_group": 1, "topk_group": 1},
         },
     }
     return classes[arch](

@@ -300,9 +300,10 @@ def check_needs(config: Any, needs: Mapping[str, str] = NEEDS) -> None:
             f"--min_lr_ratio changes nothing with --lr_scheduler {values['lr_scheduler']}; drop one of them"
         )
     for name in ("actor_learning_rate", "critic_learning_rate", "learning_rate"):
-        if values["lr_scheduler"] == "polynomial" and values.get(name, 1.0) <= POLYNOMIAL_END:
+        rate = values.get(name, 1.0)
+        if values["lr_scheduler"] == "polynomial" and rate <= POLYNOMIAL_END:
             raise UserError(
-                f"--lr_scheduler polynomial ends at {POLYNOMIAL_END:g}: --{name} must be above that, got {values[name]:g}"
+                f"--lr_scheduler polynomial ends at {POLYNOMIAL_END:g}: --{name} must be above that, got {rate:g}"
             )
 
 

@@ -183,14 +183,14 @@ def check_causal_lm(flag: str, name: str) -> None:
 
 
 def check_unpacked(flag: str, name: str) -> None:
-    """Raise UserError for weights that are packed into few bits (GPTQ, AWQ, FP8, ...): they cannot be trained, and what is
+    """Raise UserError for weights that are packed into few bits (GPTQ, AWQ, FP8): they cannot be trained, and what is
     saved would be read as packed again."""
     packed = (_read_config(flag, name) or {}).get("quantization_config")
     if packed:
         method = packed.get("quant_method") if isinstance(packed, dict) else None
         raise UserError(
-            f"--{flag} {name} has quantised weights ({method or 'quantization_config'} in its config.json), which cannot "
-            "be trained: give the model that they were made of; --load_in_4bit packs it for LoRA"
+            f"--{flag} {name} has quantised weights ({method or 'quantization_config'} in its config.json), which "
+            "cannot be trained: give the model that they were made of; --load_in_4bit packs it for LoRA"
         )
 
 

@@ -49,7 +49,9 @@ class _ChunkedDistillation(torch.autograd.Function):
             if needs_grad:
                 grad = log_p.exp_().sub_(q.mul_(kd_coef))
                 grad.scatter_add_(-1, labels[rows, None], grad.new_full((len(grad), 1), kd_coef - 1))
-                _add_gradients(grads, rows, (grad if divisor == 1.0 else grad / divisor).to(hidden.dtype), hidden, weight)
+                if divisor != 1.0:
+                    grad /= divisor
+                _add_gradients(grads, rows, grad.to(hidden.dtype), hidden, weight)
 
         over_teacher(logit_slices(len(hidden), weight, BLOCK_LOGITS), consume)
         ctx.save_for_backward(*grads)
@@ -89,8 +91,8 @@ class DistillationHead(LogProbHead):
         if "over_teacher" not in options:
             return super().forward(hidden, labels, **options)
         teacher, kd_coef = options["over_teacher"], options["kd_coef"]
-        divisor, needs_grad = options["divisor"], torch.is_grad_enabled()
-        return _ChunkedDistillation.apply(hidden, self.weight, self.bias, labels, teacher, kd_coef, divisor, needs_grad)
+        how = teacher, kd_coef, options["divisor"], torch.is_grad_enabled()
+        return _ChunkedDistillation.apply(hidden, self.weight, self.bias, labels, *how)
 
 
 class Student(Actor):

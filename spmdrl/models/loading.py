@@ -84,8 +84,8 @@ def load_whole(auto_class: Any, name: str | None, source: str, *, head: str | No
             f"{source}: weights that its config.json has no place for are left out: {', '.join(left[:3])}, "
             f"{len(left)} in all"
         )
-    # torch gives no gradient to the row of the padding token, which may be the EOS between turns. Here padding needs no
-    # embedding of its own: nothing that is learned sees it.
+    # torch gives no gradient to the row of the padding token, which may be the EOS between turns. Here padding needs
+    # no embedding of its own: nothing that is learned sees it.
     if isinstance(embeddings := model.get_input_embeddings(), torch.nn.Embedding):
         embeddings.padding_idx = None
     return model
@@ -179,11 +179,11 @@ class CheckpointWeights:
             self.names = list(weights)
             in_files = _shapes(self._reverted(weights))
             self._are_same = in_files == _shapes(weights)
-            one_by_one = [piece for weight in ([] if self._are_same else weights.items()) for piece in self.in_files(*weight)]
-        if not self._are_same and _shapes(dict(one_by_one)) != in_files:
+            one_by_one = dict(piece for name, weight in weights.items() for piece in self.in_files(name, weight))
+        if _shapes(one_by_one) != in_files:
             raise UserError(
-                f"--engine vllm: files of {config.pretrain} join weights that are apart in memory, and vLLM takes them as "
-                "in files: take --engine hf"
+                f"--engine vllm: files of {config.pretrain} join weights that are apart in memory, and vLLM takes "
+                "them as in files: take --engine hf"
             )
 
     def in_files(self, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:

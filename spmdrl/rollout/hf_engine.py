@@ -39,7 +39,7 @@ class HFEngine:
         self.model = model.to(device).eval().requires_grad_(False)
         self.tokenizer, self.device, self.batch_size = tokenizer, device, batch_size
         self.eos_ids = eos_token_ids(model, tokenizer)
-        # The checkpoint's would add penalties, forced and suppressed tokens, beams, a time limit, to what is asked for.
+        # The checkpoint's would add penalties, forced and suppressed tokens, beams, a time limit to what is asked for.
         self.model.generation_config = GenerationConfig()
 
     @torch.no_grad()

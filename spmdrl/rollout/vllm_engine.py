@@ -119,8 +119,8 @@ class VLLMEngine:
             raise RuntimeError(f"weight sync: vLLM's own weights were not loaded: {sorted(not_loaded[0])[:8]}")
 
     def _checked(self, weights: Iterable[tuple[str, Tensor]], sent: set[str]) -> Iterator[tuple[str, Tensor]]:
-        """Weights as in files, which is how vLLM knows them. Records their own names; an unknown one never reaches vLLM,
-        which would stop there without naming what is missing."""
+        """Weights as in files, which is how vLLM knows them. Records their own names; an unknown one never reaches
+        vLLM, which would stop there without naming what is missing."""
         for name, tensor in weights:
             sent.add(name)
             if name in self.expected:

@@ -122,7 +122,7 @@ class _Export:
             write()
         except (OSError, SafetensorError) as error:
             self.problem = str(error)
-        except Exception as error:  # of transformers' or a tokenizer's own code: ranks gather on, and a state can be saved
+        except Exception as error:  # of transformers' or a tokenizer's own code: a state can still be saved
             self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
     def _begin(self) -> None:

@@ -1,6 +1,6 @@
-"""Before anything is trained: what is computed of a micro-batch must be what the model's own forward says of each of its
-sequences alone. Architectures differ in more than their layers: logits are scaled or capped behind the LM head, states
-run on from one packed sequence into the next."""
+"""Before anything is trained: what is computed of a micro-batch must be what the model's own forward says of each of
+its sequences alone. Architectures differ in more than their layers: logits are scaled or capped behind the LM head,
+states run on from one packed sequence into the next."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +29,8 @@ class UnknownForward(UserError):
 
 @torch.no_grad()
 def check_forward(engine: Any, source: str) -> None:
-    """Compare the Actor, Teacher, RewardModel or ValueModel in `engine` with its model's own forward, or with itself for
-    each sequence alone; where its layout alone is wrong, take the plain one. Every rank calls it.
+    """Compare the Actor, Teacher, RewardModel or ValueModel in `engine` with its model's own forward, or with itself
+    for each sequence alone; where its layout alone is wrong, take the plain one. Every rank calls it.
 
     Raises UserError, naming `source`, for a model that would be computed wrongly."""
     module = unwrap(engine)
@@ -71,8 +71,8 @@ def _sequences(module: Any) -> list[Tensor]:
 
 
 def _own(engine: Any, ids: Tensor) -> Tensor:
-    """What one sequence alone comes to: the log-probs, by the model's own logits, of the tokens behind what all share; of
-    others than causal LMs the scores."""
+    """What one sequence alone comes to: the log-probs, by the model's own logits, of the tokens behind what all share;
+    of others than causal LMs the scores."""
     module = unwrap(engine)
     if isinstance(module, Actor | Teacher):
         logits = module.model(input_ids=ids[None], use_cache=False).logits[0, NUM_SHARED - 1 : -1]

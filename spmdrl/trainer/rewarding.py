@@ -129,7 +129,7 @@ def split_ending(sample: Sample, tokenizer: Any, eos_ids: Collection[int]) -> tu
 
 
 def _decoded(tokenizer: Any, ids: list[int]) -> str:
-    """Every token as it is: BERT's clean-up of spaces before punctuation, which tokenizers may ask for, corrupts it."""
+    """Every token as it is, without BERT's clean-up of spaces before punctuation, for which tokenizers may ask."""
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

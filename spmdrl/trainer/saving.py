@@ -231,7 +231,8 @@ class Saver:
         except UserError as refusal:
             guard.set_phase("save")
             try:
-                saved = f"checkpoint saved in {self.save_state()}: the same command with --load_checkpoint writes it again"
+                state = self.save_state()
+                saved = f"checkpoint saved in {state}: the same command with --load_checkpoint writes it again"
             except UserError as error:
                 saved = str(error)
             raise UserError(f"{refusal}; {saved}") from refusal

@@ -1,5 +1,5 @@
-"""Checkpoints: what is said where weights are not those of config.json, a line of ours and no table; what is read beside
-weights."""
+"""Checkpoints: what is said where weights are not those of config.json, a line of ours and no table; what is read
+beside weights."""
 
 import logging
 from pathlib import Path

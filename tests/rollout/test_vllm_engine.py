@@ -132,7 +132,8 @@ def test_training_keeps_its_threads(answers):
 def test_other_models_get_the_trainers_weights(answers, paths, name, tolerance):
     """Tied embeddings are sent once, under the name of the first; GPT-2's weights are transposed by vLLM."""
     assert "lm_head.weight" not in answers[name]["sent"]
-    samples_with_what_was_sent(answers[name], paths[name], tolerance, torch.bfloat16 if "bf16" in name else torch.float32)
+    dtype = torch.bfloat16 if "bf16" in name else torch.float32
+    samples_with_what_was_sent(answers[name], paths[name], tolerance, dtype)
 
 
 @pytest.mark.parametrize("name", ["experts", "chosen experts"])

@@ -407,8 +407,8 @@ def test_with_lora_the_adapter_that_is_saved_gives_the_trained_models_outputs(tm
 # ---- distillation ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("kd_coef", "arch"), [(0.0, "llama"), (0.4, "llama"), (1.0, "llama"), (0.4, "granite")])
 def test_distillation_is_the_weighted_sum_of_both_losses_in_value_and_gradient(tmp_path, kd_coef, arch, monkeypatch):
-    """In blocks of 3 rows that 7 tokens do not fill; the teacher has fewer ids, as models of a family may have. Granite
-    divides its logits."""
+    """In blocks of 3 rows that 7 tokens do not fill; the teacher has fewer ids, as models of a family may have.
+    Granite divides its logits."""
     from functools import partial
 
     from spmdrl.models import distillation
