@@ -11,7 +11,7 @@ from spmdrl.errors import UserError
 from spmdrl.trainer import generation, ppo_trainer, supervised_trainer
 from spmdrl.trainer.reward_training import RewardTraining
 from spmdrl.trainer.supervised_trainer import SupervisedTrainer
-from tests.tiny import make_tokenizer
+from tests.tiny import make_model, make_tokenizer
 
 TRAINERS = {
     "ppo": (PPOConfig, "prompt_data", ppo_trainer, ppo_trainer.PPOTrainer),
@@ -41,6 +41,7 @@ def test_what_the_device_cannot_do(program, monkeypatch):
 @PROGRAMS
 def test_that_there_is_a_chat_template_which_nobody_asked_for(program, one_rank, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(TRAINERS[program][2], "load_tokenizer", lambda config: make_tokenizer())
+    model = make_model(tmp_path / "model")
     for words, count in (([], 1), (["--apply_chat_template"], 0)):
-        assert refusal(program, "--pretrain", str(tmp_path), *words).endswith("no such file or directory")
+        assert refusal(program, "--pretrain", model, *words).endswith("no such file or directory")
         assert capsys.readouterr().out.count("rows are plain text; --pretrain has a chat template") == count
