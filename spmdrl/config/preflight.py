@@ -39,6 +39,7 @@ def check_surroundings(config: PPOConfig, world_size: int) -> None:
         check_unpacked(flag, name)
         if model_config := read_model_config(flag, name):
             check_positions(config, model_config, f"--{flag} {name}")
+            check_rope(config.max_total_len, model_config, f"--{flag} {name}")
     check_causal_lm("pretrain", config.model.pretrain or "")
     if model_config := read_model_config("pretrain", config.model.pretrain or ""):
         check_heads(config, model_config, world_size)
@@ -302,14 +303,33 @@ def check_positions(config: PPOConfig, model_config: dict[str, Any], model: str)
 def model_positions(model_config: dict[str, Any]) -> int | None:
     """Tokens the model can attend to, or None where its config does not bound them. Extended RoPE counts in full."""
     positions = _first(model_config, "max_position_embeddings", "n_positions", "max_seq_len")
-    rope = model_config.get("rope_scaling") or model_config.get("rope_parameters") or {}
-    if not isinstance(rope, dict):
-        return positions
-    kind = rope.get("rope_type") or rope.get("type")
+    rope, kind = _rope(model_config)
     if positions and kind in ("linear", "dynamic", "yarn") and isinstance(rope.get("factor"), (int, float)):
         original = _first(rope, "original_max_position_embeddings") or positions
         positions = max(positions, int(original * rope["factor"]))
     return positions
+
+
+def _rope(model_config: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """How RoPE is extended, and the name of that."""
+    rope = model_config.get("rope_scaling") or model_config.get("rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
+    return rope, rope.get("rope_type") or rope.get("type")
+
+
+def check_rope(max_len: int, model_config: dict[str, Any], model: str) -> None:
+    """Raise UserError for lengths at which a response's log-probs are those of its micro-batch: these models turn all
+    of it by other angles once its longest sequence is beyond a length, and vLLM turns every sequence by those."""
+    rope, kind = _rope(model_config)
+    if kind not in ("longrope", "su", "dynamic"):
+        return
+    name = "original_max_position_embeddings"
+    limit = _first(rope, name) or _first(model_config, name, "max_position_embeddings")
+    if limit is not None and max_len > limit:
+        raise UserError(
+            f"{model} computes micro-batches with more than {limit} tokens otherwise ({kind} RoPE), so that log-probs "
+            f"of the same response would differ: prompt and response can be up to {limit} tokens, got {max_len}"
+        )
 
 
 def read_model_config(flag: str, pretrain: str) -> dict[str, Any] | None:

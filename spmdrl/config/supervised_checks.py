@@ -101,6 +101,8 @@ def check_surroundings(config: SupervisedConfig, world_size: int) -> None:
             preflight.check_causal_lm(flag, name)
         if model_config := preflight.read_model_config(flag, name):
             check_positions(config.data.max_len, model_config, f"--{flag} {name}")
+            if config.program in ("dpo", "kto"):  # which compare log-probs
+                preflight.check_rope(config.data.max_len, model_config, f"--{flag} {name}")
 
 
 def check_positions(max_len: int, model_config: dict[str, Any], model: str) -> None:

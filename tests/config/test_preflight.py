@@ -226,6 +226,23 @@ def test_positions_of_a_model(config, positions):
     assert model_positions(config) == positions
 
 
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+        {"rope_scaling": {"type": "su", "original_max_position_embeddings": 300}},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 300}},
+    ],
+)
+def test_lengths_are_refused_at_which_log_probs_depend_on_the_micro_batch(refusal, validate, tmp_path, rope):
+    (tmp_path / "phi").mkdir()
+    config = {"max_position_embeddings": 4096, "original_max_position_embeddings": 300, **rope}
+    (tmp_path / "phi" / "config.json").write_text(json.dumps(config))
+    validate(pretrain=tmp_path / "phi", prompt_max_len=100, max_len=300)
+    message = refusal(pretrain=tmp_path / "phi", prompt_max_len=100, max_len=301)
+    assert message.startswith(f"--pretrain {tmp_path / 'phi'} computes micro-batches with more than 300 tokens other")
+
+
 def test_the_critics_positions_bound_the_lengths_too(refusal, tmp_path):
     """The policy has 2048 positions, the critic 512."""
     (tmp_path / "critic").mkdir()

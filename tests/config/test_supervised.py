@@ -118,6 +118,13 @@ def test_help_and_errors_of_the_scripts_come_without_heavy_imports(program, tmp_
         f"error: --ckpt_path {model_dir} would overwrite --pretrain {model_dir}"
     )
     assert error(*given, "--max_len", "4096").startswith("error: --max_len 4096 is more than the 2048 positions of")
+    if program in ("dpo", "kto"):
+        config = json.loads((model_dir / "config.json").read_text()) | {
+            "rope_scaling": {"type": "dynamic", "factor": 2}
+        }
+        (model_dir / "config.json").write_text(json.dumps(config))
+        line = error(*given, "--max_len", "2049")
+        assert line.startswith(f"error: --pretrain {model_dir} computes micro-batches with more than 2048 tokens")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
