@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 from spmdrl.config.chat import ChatConfig, base_of_adapter
 from spmdrl.config.preflight import model_positions
@@ -24,6 +24,7 @@ from spmdrl.models.merge import merge_adapter, tokenizer_folder
 from spmdrl.models.tokenizer import encode_texts, load_tokenizer
 
 COMMANDS = "/clear forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer"
+AS_TEXT = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 COMMAND = re.compile(r"/[a-zA-Z]+")
 
 
@@ -63,6 +64,7 @@ class Chat:
         self.conversation = Conversation(config, self.tokenizer)
         self.model = load_model(config).to(comm.device()).eval()
         self.eos_ids = eos_token_ids(self.model, self.tokenizer)
+        self.model.generation_config = GenerationConfig()  # the checkpoint's penalties and beams are no flags of ours
         positions = model_positions(self.model.config.get_text_config().to_dict())
         self.max_len = config.max_len or positions
         if positions is not None and (config.max_len or 0) > positions:
@@ -100,7 +102,7 @@ class Chat:
             out = self._generate(torch.tensor([ids], device=self.model.device), room, is_stopped)
         response = out[len(ids) :]
         ends = next((i for i, token in enumerate(response) if token in self.eos_ids), len(response))
-        text = self.tokenizer.decode(response[:ends], skip_special_tokens=True)
+        text = self.tokenizer.decode(response[:ends], **AS_TEXT)
         for stop in self.config.stop:
             text = text.removesuffix(stop)
         self.conversation.add(line, text)
@@ -121,7 +123,7 @@ class Chat:
             pad_token_id=self.tokenizer.pad_token_id,
             stop_strings=list(config.stop) or None,
             tokenizer=self.tokenizer,
-            streamer=TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=TextStreamer(self.tokenizer, skip_prompt=True, **AS_TEXT),
             stopping_criteria=StoppingCriteriaList([_Stopped(is_stopped)]),
         )
         return out[0].tolist()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,21 @@ def test_answers_are_printed_and_remembered(model, capsys):
     assert second == plain_answer(model, text)
     chat.conversation.turns.clear()
     assert chat.answer("Hello") == first
+
+
+def test_answers_are_those_of_the_flags_and_not_of_the_generation_config(model, tmp_path, capsys):
+    """With the penalty and the suppressed tokens of the checkpoint the answer would be another."""
+    from transformers import AutoTokenizer
+
+    changed = shutil.copytree(model, tmp_path / "changed")
+    settings = {"repetition_penalty": 30.0, "suppress_tokens": list(range(4, 150)), "num_beams": 2, "top_k": 1}
+    path = changed / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    tokenizer = AutoTokenizer.from_pretrained(changed)
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.save_pretrained(changed)
+    for flags in ([], ["--no_greedy_sampling", "--seed", "3"]):
+        assert chat_with(changed, *flags).answer("Hello") == chat_with(model, *flags).answer("Hello")
 
 
 def test_sampled_answers_follow_from_the_seed(model):
