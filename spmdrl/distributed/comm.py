@@ -3,6 +3,7 @@
 That ranks have met in a collective is a sign of progress of them all.
 """
 
+import functools
 import os
 import socket
 from datetime import timedelta
@@ -65,6 +66,19 @@ def _share_cores() -> None:
     num_ranks = all_gather_object(socket.gethostname()).count(socket.gethostname())
     if "OMP_NUM_THREADS" not in os.environ and num_ranks > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
+    if not torch.cuda.is_available():
+        say_idle_cores()
+
+
+@functools.cache
+def say_idle_cores() -> None:
+    """What computes on the host does so on one core of many where torchrun has set that, as it does unless told."""
+    share = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1" and share > 1:
+        say(
+            f"each rank computes on 1 of its {share} cores: torchrun sets OMP_NUM_THREADS=1 where it is not set; with "
+            f"OMP_NUM_THREADS={share} before the command it takes all"
+        )
 
 
 def init(local_rank_flag: int = -1) -> None:

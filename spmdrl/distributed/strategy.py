@@ -92,6 +92,7 @@ class Strategy:
         groups = [group for group in groups if group["params"]]
         kwargs: dict[str, Any] = {"lr": learning_rate, "betas": self.optim.adam_betas}
         if self.config.adam_offload:
+            comm.say_idle_cores()
             return cpu_adam_class()(groups, adamw_mode=True, **kwargs)
         return torch.optim.AdamW(groups, fused=True, **kwargs)
 

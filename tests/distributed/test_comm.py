@@ -57,3 +57,26 @@ def test_ranks_of_a_host_share_its_cores_unless_told(monkeypatch, set_by_launche
         monkeypatch.setenv("OMP_NUM_THREADS", set_by_launcher)
     comm._share_cores()
     assert (kept or [8]) == [threads]
+
+
+@pytest.mark.parametrize(
+    ("environ", "line"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, "1 of its 4 cores: torchrun"),
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, None),
+        ({"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "2"}, None),
+        ({"OMP_NUM_THREADS": "1"}, None),
+    ],
+)
+def test_cores_that_torchrun_leaves_idle_are_named_once(monkeypatch, capsys, environ, line):
+    for name in ("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(comm.os, "sched_getaffinity", lambda pid: set(range(8)))
+    comm.say_idle_cores.cache_clear()
+    comm.say_idle_cores()
+    comm.say_idle_cores()
+    said = capsys.readouterr().out
+    comm.say_idle_cores.cache_clear()
+    assert (line in said and said.count("\n") == 1) if line else said == ""
