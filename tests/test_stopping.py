@@ -37,8 +37,9 @@ def logged_steps(tmp_path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
-def assert_saved(running: Running, reason: str) -> str:
-    """Rank 0 says once where it stopped, why and what to do; nobody complains. Returns all output."""
+def assert_saved(running: Running, *reasons: str) -> str:
+    """Rank 0 says once where it stopped, for one of these reasons, and what to do; nobody complains. Returns all
+    output."""
     running.until("checkpoint saved in ")
     deadline = time.monotonic() + 15  # the deepspeed command itself is gone before its ranks
     while running.members() and time.monotonic() < deadline:
@@ -46,7 +47,7 @@ def assert_saved(running: Running, reason: str) -> str:
     running.wait()
     out = running.log.read_text()
     (line,) = [line for line in out.splitlines() if "preempted in " in line]
-    assert line.startswith("[rank 0] preempted in ") and f"({reason})" in line, out
+    assert line.startswith("[rank 0] preempted in ") and any(f"({reason})" in line for reason in reasons), out
     assert line.endswith("; start the same command with --load_checkpoint"), out
     assert "] stopped" not in out and "] failed" not in out, out
     return out
@@ -70,4 +71,4 @@ def test_ctrl_c_reaches_the_deepspeed_launcher_and_its_ranks_and_saves_once(fold
     running = start(command, tmp_path / "log")
     running.until(f"step 2/{STEPS} |")
     os.killpg(running.processes[0].pid, signal.SIGINT)
-    assert_saved(running, "SIGINT")
+    assert_saved(running, "SIGINT", "SIGTERM")  # of two that are pending a busy rank runs the later one's handler first
