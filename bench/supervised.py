@@ -3,8 +3,8 @@
     python bench/supervised.py rm --model runs/models/SmolLM2-135M-Instruct
 
 Trains on the first --train pairs of the data and judges on the last --held_out ones; prompts of held-out pairs are in
-no training pair. Both sides save their weights in fp32, and are judged by the same few lines of plain transformers, for
-SFT and DPO the untrained model too. Seconds are those of training, without loading and judging; memory is the most
+no training pair. Both sides save their weights in fp32 and are judged by the same few lines of plain transformers,
+for SFT and DPO the untrained model too. Seconds are those of training, without loading and judging; memory is the most
 that all processes hold together. Prints a JSON object and appends it to --out.
 """
 

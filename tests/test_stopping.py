@@ -71,4 +71,4 @@ def test_ctrl_c_reaches_the_deepspeed_launcher_and_its_ranks_and_saves_once(fold
     running = start(command, tmp_path / "log")
     running.until(f"step 2/{STEPS} |")
     os.killpg(running.processes[0].pid, signal.SIGINT)
-    assert_saved(running, "SIGINT", "SIGTERM")  # of two that are pending a busy rank runs the later one's handler first
+    assert_saved(running, "SIGINT", "SIGTERM")  # of two that are pending a busy rank handles the later one first

@@ -436,8 +436,8 @@ class CheckpointConfig:
     """Save a checkpoint every this many steps; -1: only when the run is asked to stop. It goes on with
     --load_checkpoint, on another number of ranks or under another --zero_stage too."""
     save_dtype: Literal["auto", "fp32"] = "auto"
-    """Of saved models. auto: what was computed in. fp32: twice the size of bf16, with the optimizer's own weights, which
-    hold updates that are too small for bf16; small learning rates and short runs make such."""
+    """Of saved models. auto: what was computed in. fp32: twice the size of bf16, with the optimizer's own weights,
+    which hold updates that are too small for bf16; small learning rates and short runs make such."""
     save_hf_ckpt: bool = False
     """Save the model in Hugging Face form too, in the checkpoint's folder hf."""
     disable_ds_ckpt: bool = False

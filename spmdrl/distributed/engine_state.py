@@ -71,7 +71,8 @@ class EngineState:
     def gather(self) -> Callable[[str], Tensor]:
         """A function of a trained parameter's name that gives its whole master weight, in its shape; every rank calls
         it for the same names in the same order."""
-        owned, params = {piece.name: piece for piece in _pieces(self.engine)}, dict(self.engine.module.named_parameters())
+        owned = {piece.name: piece for piece in _pieces(self.engine)}
+        params = dict(self.engine.module.named_parameters())
 
         def whole(name: str) -> Tensor:
             param = params[name]

@@ -54,9 +54,10 @@ def save_hf(
     """Write the model in `engine` with its tokenizer and chat template to `folder`; every rank takes part. With LoRA
     it is the adapter, as peft reads it.
 
-    In fp32, where `hf_config` has it for a model that computes in bf16, it is the optimizer's master weights: they hold
-    updates that are too small for bf16. What was there stays until all is written. A value head has the name that transformers looks for and
-    `value_head_prefix`, which is where OpenRLHF does. Raises UserError, naming `flag`, when the disk refuses.
+    In fp32, where `hf_config` has it for a model that computes in bf16, it is the optimizer's master weights: they
+    hold updates that are too small for bf16. What was there stays until all is written. A value head has the name that
+    transformers looks for and `value_head_prefix`, which is where OpenRLHF does. Raises UserError, naming `flag`, when
+    the disk refuses.
     """
     model = getattr(unwrap(engine), "model", unwrap(engine))
     is_adapter = has_lora(model)
