@@ -7,7 +7,10 @@ import platform
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "runs/models/SmolLM2-135M-Instruct"
@@ -39,15 +42,14 @@ def run(command: list[str], threads: int) -> float:
     return round(peak[0], 2)
 
 
-def _resident_gb(session: int) -> float:
-    """Resident memory of all processes of a session; what they share is counted once for each."""
+def _resident_gb(pid: int) -> float:
+    """Resident memory of a process and all that came from it; what they share is counted once for each."""
     total = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[3]) == session:
-                total += int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except OSError:
-            continue
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += process.memory_info().rss
     return total / 1e9
 
 
