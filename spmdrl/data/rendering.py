@@ -131,7 +131,7 @@ def to_tools(cell: Any, tokenizer: Any) -> list[dict[str, Any]] | None:
     if cell in (None, "", []):
         return None
     if TOOLS not in str(tokenizer.chat_template):
-        _warn_once("Rows have tools, which a chat template leaves out: give a --tokenizer_chat_template with them")
+        _warn_once(f"Rows have tools, which the chat template of {tokenizer.name_or_path} leaves out")
         return None
     try:
         tools = json.loads(cell) if isinstance(cell, str) else cell

@@ -420,6 +420,8 @@ def _repeats_prompt(row: Rendered | str) -> bool:
 def _repetition(rows: Rows, repeating: Sequence[int], num_rows: int, config: DatasetConfig) -> str:
     is_pair = isinstance(config, PairDataConfig) and not config.apply_chat_template
     remedy = ", or leave --prompt_key out: what both sides begin with is their prompt then" if is_pair else ""
+    if config.apply_chat_template:
+        remedy = "; if they are to say it again, give them as lists of messages"
     return (
         f"{rows.where(repeating[0])}: the response begins with its prompt, and so it is in {len(repeating)} of "
         f"{num_rows} rows: the prompt would come twice. Cut it off from the responses{remedy}"

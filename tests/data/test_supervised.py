@@ -343,7 +343,7 @@ def test_calls_and_tools_that_no_template_renders_are_not_left_out_silently(tmp_
     rendering._warn_once.cache_clear()
     assert len(texts(tmp_path, [{"input": TALK, "tools": [WEATHER]}] * 3, apply_chat_template=True)) == 3
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith("Rows have tools, which a chat template leaves out")
+    assert line.startswith("Rows have tools, which the chat template of ")
 
 
 @pytest.mark.parametrize("tools", ["weather", 5, ["weather"], {"name": "weather"}, "{}"])

@@ -19,7 +19,7 @@ from spmdrl.models.actor import Actor
 from spmdrl.models.loading import CheckpointWeights, load_causal_lm
 from spmdrl.models.lora import WithoutLora, add_lora, quantization
 from spmdrl.models.merge import merge_lora
-from spmdrl.models.tokenizer import load_tokenizer
+from spmdrl.models.tokenizer import load_tokenizer, pad_token_apart_from
 from spmdrl.models.value_head import load_value_model
 from spmdrl.trainer.build import enable_checkpointing
 from spmdrl.trainer.export import hf_config_to_save, save_hf
@@ -191,7 +191,11 @@ def test_the_head_of_a_value_model_is_trained_and_saved_with_the_adapter(tmp_pat
     path, folder = make_model(tmp_path / "model"), tmp_path / "adapter"
     critic = scoring_model(path)
     assert {n for n, p in critic.named_parameters() if p.requires_grad and ".lora_" not in n} == {"model.score.weight"}
-    save(critic, path, folder, num_labels=1)
+    own = ModelConfig(pretrain=path)
+    tokenizer = load_tokenizer(own)
+    pad_token_apart_from(tokenizer, [tokenizer.eos_token_id])  # as train_rm.py saves it
+    hf_config = hf_config_to_save(path, own, dtype=torch.float32, num_labels=1)
+    save_hf(critic, tokenizer, folder, hf_config=hf_config)
     base = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
     both_at_once = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "supervised.md").read_text(), flags=re.S)
@@ -201,6 +205,10 @@ def test_the_head_of_a_value_model_is_trained_and_saved_with_the_adapter(tmp_pat
         for loaded in (PeftModel.from_pretrained(base, folder), both_at_once, documented["model"]):
             scores = loaded.eval()(SEQUENCES[:, :5]).logits[:, 0]
             torch.testing.assert_close(scores, values[:, -1], atol=1e-5, rtol=1e-5)
+        assert base.config.pad_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
+        ended = torch.cat([SEQUENCES[:1, :5], torch.tensor([[tokenizer.eos_token_id]])], dim=1)
+        value = critic(torch.cat([ended, ended[:, :1]], dim=1), torch.ones(1, 6, dtype=torch.bool))[0, -1]
+        assert float(documented["model"](ended).logits) == pytest.approx(float(value), abs=1e-5)
 
 
 def merge(folder, out, **flags):
