@@ -23,7 +23,8 @@ import inspect
 import numbers
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -134,7 +135,8 @@ def load_module(path: Path) -> ModuleType:
     sys.modules[module_name] = module
     sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        with _torch_of_functions():
+            spec.loader.exec_module(module)
     except UserError:
         raise
     except SyntaxError as error:
@@ -164,10 +166,39 @@ def check_signature(function: Callable[..., Any], where: str) -> None:
 
 def call(function: Callable[..., Any], positional: list[Sequence[Any]], named: Mapping[str, Sequence[Any]]) -> Any:
     """Call with copies, so that a function that sorts or pops does no harm; wait for an `async def`."""
-    returned = function(*map(list, positional), **{name: list(values) for name, values in named.items()})
-    if inspect.isawaitable(returned):
-        return _event_loop().run_until_complete(_wait_for(returned))
+    with _torch_of_functions():
+        returned = function(*map(list, positional), **{name: list(values) for name, values in named.items()})
+        if inspect.isawaitable(returned):
+            return _event_loop().run_until_complete(_wait_for(returned))
     return returned
+
+
+_theirs: list[tuple[bool, torch.dtype, torch.device]] = []
+
+
+@contextmanager
+def _torch_of_functions() -> Iterator[None]:
+    """What a reward file sets for all of torch, as one that computes with a model may, is so in its calls and nowhere
+    else: without gradients nothing could be trained."""
+    own = _torch_settings()
+    if _theirs:
+        _set_torch(*_theirs.pop())
+    try:
+        yield
+    finally:
+        _theirs[:] = [_torch_settings()]
+        _set_torch(*own)
+
+
+def _torch_settings() -> tuple[bool, torch.dtype, torch.device]:
+    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+
+
+def _set_torch(has_grad: bool, dtype: torch.dtype, device: torch.device) -> None:
+    torch.set_grad_enabled(has_grad)
+    torch.set_default_dtype(dtype)
+    if torch.get_default_device() != device:
+        torch.set_default_device(None if device.type == "cpu" else device)
 
 
 @functools.cache

@@ -119,6 +119,7 @@ class PPOTrainer:
         critic = critic_checkpoint(config, reward_models)
         self.critic_name = critic.name if backbone is None else str(config.model.pretrain)
         self.critic = build_critic(config, self.strategy, self.sizes, critic, backbone, tokenizer=self.tokenizer)
+        self.hf_configs = self._read_hf_configs()
         self.ref_model = build_ref_model(config, self.strategy, self.actor)
         self.average = WeightAverage(self.actor, ema_beta=config.optim.ema_beta) if config.optim.enable_ema else None
         self._build_algorithm()
@@ -129,6 +130,14 @@ class PPOTrainer:
         self.saver.restore()
         if comm.is_main():
             save_config(config, self.save_path / "config.yaml")
+
+    def _read_hf_configs(self) -> list[Any]:
+        """Of what is saved: now, while --pretrain is where it was said to be; the critic's second."""
+        model, dtype = self.config.model, saved_dtype(self.config.checkpoint, self.dtype)
+        configs = [hf_config_to_save(str(model.pretrain), model, dtype=dtype)]
+        if self.config.critic.save_value_network:
+            configs.append(hf_config_to_save(self.critic_name, model, dtype=dtype, num_labels=1))
+        return configs
 
     def _build_algorithm(self) -> None:
         config, algo = self.config, self.config.algo
@@ -363,17 +372,14 @@ class PPOTrainer:
 
     def export(self, folder: Path, flag: str) -> None:
         """The trained model, with --enable_ema its average and with --save_value_network the critic."""
-        model, critic = self.config.model, self.config.critic
-        dtype = saved_dtype(self.config.checkpoint, self.dtype)
-        own = hf_config_to_save(str(model.pretrain), model, dtype=dtype)
+        critic, (own, *critics) = self.config.critic, self.hf_configs
         save_hf(self.actor, self.tokenizer, folder, hf_config=own, flag=flag)
         if self.average is not None:
             with self.average.in_place():
                 save_hf(self.actor, self.tokenizer, folder / "ema", hf_config=own, flag=flag)
         if critic.save_value_network:
-            own = hf_config_to_save(self.critic_name, model, dtype=dtype, num_labels=1)
             head = {"value_head_prefix": critic.value_head_prefix, "flag": flag}
-            save_hf(self.critic, self.tokenizer, folder / "critic", hf_config=own, **head)
+            save_hf(self.critic, self.tokenizer, folder / "critic", hf_config=critics[0], **head)
 
     # ---- what is saved (trainer/saving.py) -------------------------------------------------------------------------
     @property

@@ -88,6 +88,7 @@ class SupervisedTrainer:
             warmup_steps=self.warmup_steps,
         )
         check_forward(self.engine, f"--pretrain {config.model.pretrain}")
+        self.hf_config = self._read_hf_config()
         self.step = 0  # optimizer steps taken
         self.updates = None  # since then: there is nothing in the middle of an optimizer step
         self.eval_metrics: dict[str, float] = {}  # of the last evaluation
@@ -185,12 +186,15 @@ class SupervisedTrainer:
         plain = {name.removeprefix("step/"): total for name, total in zip(names, totals, strict=True)}
         return {f"{prefix}/{name}": value for name, value in self.objective.summary(plain).items()}
 
+    def _read_hf_config(self) -> Any:
+        """Of what is saved: now, while --pretrain is where it was said to be."""
+        model, dtype = self.config.model, saved_dtype(self.config.checkpoint, self.dtype)
+        labels = {} if self.objective.num_labels is None else {"num_labels": self.objective.num_labels}
+        return hf_config_to_save(str(model.pretrain), model, dtype=dtype, **labels)
+
     def export(self, folder: Path, flag: str) -> None:
         """The trained model. A reward model's config has the statistics of the last evaluation."""
-        model, objective, tokenizer = self.config.model, self.objective, self.tokenizer
-        labels = {} if objective.num_labels is None else {"num_labels": objective.num_labels}
-        dtype = saved_dtype(self.config.checkpoint, self.dtype)
-        own = hf_config_to_save(str(model.pretrain), model, dtype=dtype, **labels)
+        objective, tokenizer, own = self.objective, self.tokenizer, copy.deepcopy(self.hf_config)
         if objective.num_labels is not None:
             tokenizer = copy.deepcopy(tokenizer)
             own.get_text_config().pad_token_id = pad_token_apart_from(tokenizer, self.end_ids)

@@ -241,6 +241,33 @@ def test_exit_inside_it_does_not_end_a_rank_quietly(load):
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("where", ["in the file", "in a call"])
+def test_what_it_sets_for_all_of_torch_is_so_in_its_calls_alone(load, monkeypatch, where):
+    monkeypatch.setattr("spmdrl.rewards.function._theirs", [])
+    calls = "set_grad_enabled(False)", "set_default_dtype(torch.float64)", "set_default_device('meta')"
+    settings = "; ".join(f"torch.{call}" for call in calls)
+    read = "torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device().type"
+    score = load(
+        f"""
+        import torch
+        first = True
+        {settings if where == "in the file" else "pass"}
+
+        def reward_func(queries, prompts, labels):
+            global first
+            if first and {where == "in a call"}:
+                {settings}
+            assert ({read}) == (False, torch.float64, "meta")
+            first = False
+            return [0.0] * len(queries)
+        """
+    )
+    before = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()
+    for _ in range(2):
+        assert rewards_of(score) == [0.0, 0.0, 0.0]
+        assert (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device()) == before
+
+
 def test_another_name_is_chosen_behind_the_colon(load):
     function = load(
         "def reward_func(*a):\n    return 0\n\ndef strict(queries, prompts, labels):\n    return [7, 8, 9]", "strict"

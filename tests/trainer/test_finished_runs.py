@@ -1,5 +1,7 @@
 """A run that came to its end and is started again by the same command, as by a chain of jobs, is left as it is."""
 
+from pathlib import Path
+
 import pytest
 
 from spmdrl.errors import UserError
@@ -68,3 +70,24 @@ def test_a_model_that_cannot_be_written_at_the_end_is_not_lost(tmp_path, one_ran
     monkeypatch.setattr(again, "train", lambda *_: pytest.fail("trained again"))
     again.fit()
     assert (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("program", ["ppo", "rm"])
+def test_the_first_models_folder_is_not_needed_at_the_end(tmp_path, one_rank, monkeypatch, program):
+    """A reward function may have changed the directory that its name is relative to; a cache may have been cleared."""
+    from transformers import AutoConfig
+
+    helpers = runs if program == "ppo" else supervised
+    flags = helpers.write_inputs(tmp_path / "inputs")
+    monkeypatch.chdir(tmp_path / "inputs")
+    flags["pretrain"] = Path(flags["pretrain"]).name
+    if program == "ppo":
+        gae = {"advantage_estimator": "gae", "save_value_network": True}
+        trainer = runs.build(tmp_path / "run", **flags, **gae)
+    else:
+        trainer = supervised.build(program, tmp_path / "run", **flags)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    trainer.fit()
+    saved = [tmp_path / "run"] + ([tmp_path / "run" / "critic"] if program == "ppo" else [])
+    assert [AutoConfig.from_pretrained(folder).vocab_size for folder in saved] == [320] * len(saved)
