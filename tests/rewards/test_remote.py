@@ -85,7 +85,8 @@ def test_an_answer_may_come_in_chunks():
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_server_may_close_each_connection_after_its_answer(caplog, announced):
-    """Which is nothing to be told about."""
+    """Which is nothing to be told about where it says so; else a request may meet the end of a connection, and goes
+    again."""
 
     def answer(server, body, handler):
         handler.close_connection = True
@@ -96,7 +97,7 @@ def test_a_server_may_close_each_connection_after_its_answer(caplog, announced):
     with RewardServer(answer) as server:
         assert ask(server.url, batch=batch_of(*["p"] * 12), batch_size=1).rewards.tolist() == [1] * 12
     assert server.num_requests == 12
-    assert caplog.messages == []
+    assert caplog.messages == [] or not announced
 
 
 def test_a_server_may_have_an_address_of_ipv6():
