@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import NoReturn
 
 from spmdrl.config import StoppingConfig
-from spmdrl.distributed import comm, preemption, streams, watchdog, whereabouts
+from spmdrl.distributed import comm, preemption, watchdog, whereabouts
 from spmdrl.distributed.peers import Failure, Peers
 from spmdrl.distributed.preemption import EXIT_RESUME, Preempted
 from spmdrl.errors import UserError
@@ -49,7 +49,6 @@ def run(program: Callable[[], None], local_rank_flag: int = -1, stopping: Stoppi
     rank's for its peers. The process leaves by `os._exit`: the libraries' exit handlers wait for process groups whose
     members are gone.
     """
-    streams.survive_lost_readers()
     try:
         preemption.install(lambda reason: _peers.tell_request(reason) if _peers else None, _stop_now)
         _join(local_rank_flag, stopping or StoppingConfig())

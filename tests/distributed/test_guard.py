@@ -2,17 +2,14 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
 
 import pytest
 
 from spmdrl.launch import free_port
 from tests.guarded import run_guarded, until
-from tests.launched import ROOT
 
 LIMIT_S = 15.0  # from the failure to the end of the last rank
 
@@ -189,39 +186,6 @@ def test_an_interrupted_rank_ends_all(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["the reader", "the disk", "the stream"])
-def test_what_cannot_be_printed_does_not_end_a_run(tmp_path, lost):
-    """As where `| tee log` has ended by the same Ctrl-C that asks for a checkpoint."""
-    program = f"""
-import os, sys, time
-from pathlib import Path
-from spmdrl.distributed import comm, guard
-
-def program():
-    while not Path("go").exists():
-        time.sleep(0.05)
-    if {lost == "the stream"}:
-        sys.stdout.close()
-    for _ in range(3):
-        comm.say("x" * 100)
-    sys.stderr.write("y\\n")
-    Path("done").touch()
-
-guard.run(program)
-"""
-    env = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
-    with ExitStack() as stack:
-        to = stack.enter_context(open("/dev/full", "w")) if lost == "the disk" else subprocess.PIPE
-        command = [sys.executable, "-c", program]
-        process = stack.enter_context(subprocess.Popen(command, stdout=to, stderr=to, env=env, cwd=tmp_path))
-        if lost == "the reader":
-            process.stdout.close()
-            process.stderr.close()
-        (tmp_path / "go").touch()
-        assert process.wait(timeout=60) == 0
-    assert (tmp_path / "done").exists()
-
-
 def test_one_rank_alone_needs_no_launcher_and_no_peers(tmp_path):
     ended = run_guarded(tmp_path, Program(tmp_path, raise_value_error), failing=0, world_size=1)
     assert ended.codes == [1]
