@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ def check_head(flag: str, name: str, value_head_prefix: str) -> None:
     """Raise UserError for a checkpoint on this machine whose head gives more than one number. What cannot be read is
     left to what loads it."""
     try:
-        folder = Path(name) if os.path.isfile(Path(name) / "config.json") else hub.model_folder(name)
+        folder = hub.folder_of(name)
         shapes = _shapes(folder, (value_head_prefix, *HEAD_NAMES)) if folder is not None else {}
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return

@@ -45,6 +45,11 @@ def model_folder(name: str) -> Path | None:
     return folder if os.path.isfile(folder / "config.json") else None
 
 
+def folder_of(name: str) -> Path | None:
+    """Where the files of a model are, on this machine or in the cache; None where neither has a config.json of it."""
+    return Path(name) if os.path.isfile(Path(name) / "config.json") else model_folder(name)
+
+
 def _check(flag: str, name: str, kind: str, *, is_cached: bool) -> None:
     problem = unreachable(os.environ.get("HF_ENDPOINT") or ENDPOINT)
     if problem is None:

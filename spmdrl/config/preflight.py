@@ -342,7 +342,7 @@ def read_model_config(flag: str, pretrain: str) -> dict[str, Any] | None:
 
 
 def _read_config(flag: str, pretrain: str) -> dict[str, Any] | None:
-    folder = Path(pretrain) if os.path.isfile(Path(pretrain) / "config.json") else hub.model_folder(pretrain)
+    folder = hub.folder_of(pretrain)
     if folder is None:
         return None
     content = _read_object(folder / "config.json", f"--{flag} {pretrain}")

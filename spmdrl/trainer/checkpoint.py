@@ -107,10 +107,7 @@ class Checkpointer:
             return self.lock.take(wait=True)
 
         if holder := self._on_main(take):
-            raise UserError(
-                f"--ckpt_path {self.root} is in use by another run ({holder}): wait until that has ended, or give "
-                "this one a --ckpt_path of its own"
-            )
+            raise in_use("ckpt_path", self.root, holder)
 
     # ---- loading ------------------------------------------------------------------------------------------------
     def find(self) -> Checkpoint | None:

@@ -125,6 +125,13 @@ class DirectoryLock:
         return _held.get((found.st_dev, found.st_ino))
 
 
+def in_use(flag: str, folder: Path, holder: str) -> UserError:
+    return UserError(
+        f"--{flag} {folder} is in use by another run ({holder}): wait until that has ended, or give this one a "
+        f"--{flag} of its own"
+    )
+
+
 @contextmanager
 def held(folder: Path, flag: str, say: Callable[[str], None]) -> Iterator[None]:
     """Keep other runs out of a directory in the block. No file of this is left after it, no directory that was made
@@ -136,10 +143,7 @@ def held(folder: Path, flag: str, say: Callable[[str], None]) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"--{flag} {folder}: cannot write there: {error.strerror or error}") from error
     if holder is not None:
-        raise UserError(
-            f"--{flag} {folder} is in use by another run ({holder}): wait until that has ended, or give this one a "
-            f"--{flag} of its own"
-        )
+        raise in_use(flag, folder, holder)
     try:
         yield
     finally:

@@ -64,7 +64,7 @@ def save_hf(
     export = (_AdapterExport if is_adapter else _Export)(model, Path(folder), hf_config)
     tensors = (iter_adapter if is_adapter else iter_weights)(engine, bucket_mb=EXPORT_BUCKET_MB)
     if hf_config.dtype == torch.float32:
-        tensors = _in_fp32(engine, tensors)
+        tensors = _in_fp32(engine, tensors, saved_name if is_adapter else str)
     for name, tensor in tensors:
         assert tensor.numel() > 0, f"{name} is empty: a shard, not a weight"
         export.add(name, tensor)
@@ -75,14 +75,16 @@ def save_hf(
         raise UserError(f"{flag} {folder}: cannot write the model: {problem}")
 
 
-def _in_fp32(engine: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """`tensors` of `engine` under their names in files; trained ones as the optimizer has them, before rounding."""
+def _in_fp32(
+    engine: Any, tensors: Iterable[tuple[str, Tensor]], in_files: Callable[[str], str]
+) -> Iterator[tuple[str, Tensor]]:
+    """`tensors` of `engine` under their names in files, which are `in_files` of the model's; trained ones as the
+    optimizer has them, before rounding."""
     trained: dict[str, str] = {}  # name in files -> name in the engine
     if hasattr(engine, "optimizer"):
         prefix = "model." if hasattr(unwrap(engine), "model") else ""
         names = [name for name, param in unwrap(engine).named_parameters() if param.requires_grad]
-        inner = [name.removeprefix(prefix) for name in names]
-        trained = dict(zip((*inner, *map(saved_name, inner)), (*names, *names), strict=True))
+        trained = {in_files(name.removeprefix(prefix)): name for name in names}
     master: Callable[[str], Tensor] | None = None
     for name, tensor in tensors:
         if tensor.dtype not in (torch.bfloat16, torch.float16):
