@@ -23,7 +23,7 @@ from spmdrl.distributed.engine_state import Fragment, Read
 from spmdrl.errors import UserError
 from spmdrl.trainer import checkpoint_folder as folders
 from spmdrl.trainer.checkpoint_folder import BEST, Manifest
-from spmdrl.trainer.directory_lock import LOCK, DirectoryLock
+from spmdrl.trainer.directory_lock import LOCK, DirectoryLock, in_use
 from spmdrl.trainer.fingerprints import fingerprint_of_weights
 from spmdrl.trainer.tensor_file import (
     STARTS,
